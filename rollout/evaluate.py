@@ -1,0 +1,33 @@
+"""Held-out prompts, sampled and scored exactly as in training, at one policy version."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rollout.dispatch import evaluation_request
+from rollout.generate import GroupGenerator
+from rollout.prompts import Prompt
+from shared.config import Config
+from shared.protocols import Engine
+from shared.records import EvalReport
+
+
+async def evaluate(
+    config: Config, engine: Engine, generator: GroupGenerator, prompts: Sequence[Prompt], version: int
+) -> EvalReport:
+    """`evaluation.samples` completions of every held-out prompt; a sample passes with a reward of 1 or more."""
+
+    async def rewards_of(index: int, prompt: Prompt) -> list[float | None]:
+        requests = [
+            evaluation_request(config, version, index, sample, prompt.token_ids)
+            for sample in range(config.evaluation.samples)
+        ]
+        completions = await asyncio.gather(*[engine.generate(request) for request in requests])
+        return await generator.score(completions, prompt)
+
+    rewards = [r for rs in await asyncio.gather(*[rewards_of(i, p) for i, p in enumerate(prompts)]) for r in rs]
+    return EvalReport(
+        version=version,
+        num_samples=len(rewards),
+        num_passed=sum(r is not None and r >= 1.0 for r in rewards),
+        num_unscored=sum(r is None for r in rewards),
+    )

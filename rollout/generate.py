@@ -1,0 +1,107 @@
+"""From one ticket to one finished group: sample, check, decode, score.
+
+A completion whose log-probabilities cannot be trusted is sampled again with a new seed, never repaired; after
+`rollout.max_attempts` the group is given up with its reason.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.dispatch import rollout_request
+from rollout.prompts import Prompt
+from rollout.rewards import RewardFunction, Sample, score
+from rollout.segments import build_segments
+from shared.config import Config
+from shared.errors import RolloutRejected
+from shared.protocols import Completion, Engine
+from shared.records import Group, Rollout, Ticket
+from shared.spans import Recorder
+
+
+# A completion, and how many were rejected before it.
+Sampled = tuple[Completion, int]
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns ids into text."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class GroupGenerator:
+    """Generates groups on one engine."""
+
+    def __init__(
+        self, config: Config, engine: Engine, decoder: Decoder, reward: RewardFunction, recorder: Recorder
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._decoder = decoder
+        self._reward = reward
+        self._recorder = recorder
+
+    async def generate(self, ticket: Ticket, prompt: Prompt, active_version: int) -> Group:
+        """Sample and score the group of `ticket`.
+
+        RolloutRejected when one member stays untrustworthy; RewardError when the reward function misbehaves.
+        """
+        with self._recorder.span("generate", active_version, str(ticket.group)) as generated:
+            members = [self._sample(ticket, m, prompt, active_version) for m in range(self._config.sampling.group_size)]
+            sampled = await _all_or_first_error(members)
+        with self._recorder.span("reward", active_version, str(ticket.group)) as rewarded:
+            rewards = await self.score([completion for completion, _ in sampled], prompt)
+        return Group(
+            group=ticket.group,
+            attempt=ticket.attempt,
+            worker_id=self._recorder.lane,
+            prompt_id=prompt.problem.prompt_id,
+            prompt_ids=np.asarray(prompt.token_ids, dtype=np.int32),
+            temperature=self._config.sampling.temperature,
+            rollouts=tuple(self._rollout(c, reward) for (c, _), reward in zip(sampled, rewards, strict=True)),
+            num_rejected=sum(num_rejected for _, num_rejected in sampled),
+            started_at_s=generated.start_s,
+            generate_s=generated.duration_s,
+            reward_s=rewarded.duration_s,
+        )
+
+    async def score(self, completions: Sequence[Completion], prompt: Prompt) -> list[float | None]:
+        """Rewards in order. The function runs in a thread: a slow one must not hold up the engine's event loop."""
+        samples = [
+            Sample(self._decoder.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish_reason == "stop")
+            for c in completions
+        ]
+        return await asyncio.to_thread(score, self._reward, samples, prompt.problem.answer)
+
+    async def _sample(self, ticket: Ticket, member: int, prompt: Prompt, active_version: int) -> Sampled:
+        for num_rejected in range(self._config.rollout.max_attempts):
+            request = rollout_request(self._config, ticket, member, num_rejected, prompt.token_ids, active_version)
+            try:
+                return await self._engine.generate(request), num_rejected
+            except RolloutRejected as error:
+                reason = error
+        raise reason
+
+    def _rollout(self, completion: Completion, reward: float | None) -> Rollout:
+        return Rollout(
+            completion_ids=completion.token_ids,
+            behavior_logprobs=completion.logprobs if self._config.rollout.payload == "token" else None,
+            segments=build_segments(completion.version_spans, completion.logprobs),
+            finish_reason=completion.finish_reason,
+            reward=reward,
+            reward_parts={} if reward is None else {self._config.reward.function: reward},
+        )
+
+
+async def _all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, Sampled]]) -> list[Sampled]:
+    """Results in order; on the first error the others are cancelled before it is raised."""
+    tasks = [asyncio.create_task(c) for c in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

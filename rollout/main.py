@@ -1,0 +1,79 @@
+"""The rollout service: `python -m rollout.main --config run/config.json --address HOST:PORT`.
+
+Starts one Ray actor for each worker, each around its own vLLM engine, and waits for them. The first error of a worker
+goes to the hub with its traceback, so that the learner stops too, and ends the service.
+"""
+
+import os
+import sys
+import zlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollout.generate import GroupGenerator
+from rollout.prompts import PromptSource
+from rollout.receive import Staging
+from rollout.rewards import load_reward
+from rollout.worker import Worker
+from shared.config import Config
+from shared.hub_client import AsyncHubClient, connect
+from shared.protocols import Engine
+from shared.service import run_service
+from shared.spans import Recorder
+
+EngineFactory = Callable[[Config, int], Awaitable[Engine]]
+
+
+async def vllm_engine(config: Config, worker_index: int) -> Engine:
+    """The engine of a real run. Imported late: the service process itself does not need vLLM."""
+    from rollout.engine import VllmEngine
+
+    return await VllmEngine.create(config, worker_index)
+
+
+class RolloutWorker:
+    """The Ray actor: builds a worker from plain values inside its own process and runs it to the end."""
+
+    async def run(self, config: Config, index: int, run_directory: Path, engine_factory: EngineFactory) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        recorder = Recorder(f"worker-{index}-{os.getpid()}")
+        prompts = PromptSource(config, tokenizer)
+        reward = load_reward(config.reward.function)
+        hub = AsyncHubClient(connect(config.run.name))
+        engine = await engine_factory(config, index)
+        try:
+            generator = GroupGenerator(config, engine, tokenizer, reward, recorder)
+            staging = Staging(_staging_name(run_directory, index), fallback=run_directory / "staging")
+            await Worker(config, hub, engine, prompts, generator, recorder, staging).run()
+        finally:
+            await engine.close()
+
+
+def run_workers(config: Config, run_directory: Path, engine_factory: EngineFactory = vllm_engine) -> None:
+    """Start `rollout.workers` actors and wait until all have ended. Raises the first error of any of them."""
+    actor = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=0)
+    workers = [actor.remote() for _ in range(config.rollout.workers)]
+    pending: list[Any] = [
+        worker.run.remote(config, index, run_directory, engine_factory) for index, worker in enumerate(workers)
+    ]
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1)
+        ray.get(done)
+
+
+def _staging_name(run_directory: Path, index: int) -> str:
+    """The same for every life of a worker, so that it clears what a killed predecessor left; unique on the host."""
+    return f"{run_directory.name}-{zlib.crc32(str(run_directory).encode()):08x}-{index}"
+
+
+def main(arguments: list[str]) -> int:
+    return run_service("rollout", run_workers, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

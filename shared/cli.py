@@ -1,0 +1,64 @@
+"""The `seqrelay` command. Parses, checks, and hands over; nothing heavy is imported before the config is known good.
+
+Exit codes: 0 the run ended, 1 it failed, 2 the command or the config is wrong, 130 interrupted.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from shared.config import Config
+from shared.config_file import load_config
+from shared.errors import ConfigError, SeqrelayError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the console script."""
+    options = _parser().parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        run_directory = _check_paths(config)
+    except ConfigError as error:
+        print(f"seqrelay: {error}", file=sys.stderr)
+        return 2
+    from shared.launch import train  # Ray takes a second to import
+
+    try:
+        return train(config, run_directory, json_lines=options.json)
+    except KeyboardInterrupt:
+        print(f"seqrelay: interrupted; what was done so far is in {run_directory}", file=sys.stderr)
+        return 130
+    except SeqrelayError as error:
+        print(f"seqrelay: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="seqrelay", description="Decoupled GSPO post-training of language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="run rollout workers and the learner on a private Ray cluster")
+    train.add_argument("config", type=Path, metavar="run.toml")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
+    train.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    return parser
+
+
+def _check_paths(config: Config) -> Path:
+    """The new run's directory. ConfigError for a missing model or a directory that holds a run already."""
+    model = Path(config.model.path)
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {config.model.path!r}: no config.json there. Give a folder with a transformers checkpoint "
+            f"(config.json, safetensors, tokenizer); `make models` writes the small ones used by the examples."
+        )
+    run_directory = Path(config.run.directory) / config.run.name
+    if run_directory.exists():
+        raise ConfigError(
+            f"run.name = {config.run.name!r}: {run_directory} exists already and is never overwritten. "
+            f"Choose another name (run.name=...) or remove it."
+        )
+    return run_directory.resolve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""The errors this product raises on purpose. Anything else that escapes is a bug.
+
+Every message names the field or item, the value seen, and what to do about it.
+"""
+
+
+class SeqrelayError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(SeqrelayError, ValueError):
+    """The configuration cannot be run as written. The command line exits with code 2."""
+
+
+class RolloutRejected(SeqrelayError):
+    """The engine returned a completion whose log-probabilities cannot be trusted (missing, NaN, misaligned)."""
+
+
+class RewardError(SeqrelayError):
+    """A reward function returned something that is not one finite number (or None) per completion."""
+
+
+class WeightSyncError(SeqrelayError):
+    """A weight update was refused: digest, coverage, name, shape or space. The engine keeps its old version."""
+
+
+class SchemaError(SeqrelayError):
+    """Rollout data or a ledger file that does not follow this release's schema; names column, value and remedy."""
+
+
+class HubError(SeqrelayError):
+    """A call to the hub breaks the group or step protocol."""
+
+
+class RunFailed(SeqrelayError):
+    """One side of the run reported a failure; carries that side's traceback so that nobody waits in silence."""

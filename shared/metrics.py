@@ -1,0 +1,71 @@
+"""The record of one learner step: every number that is shown or logged, each with its formula.
+
+Sums and counts are reduced, never means of means. A value that does not exist (no sequence of that sign, say) is None
+and shown as "-", never as 0.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+def _metric(formula: str) -> Any:
+    return field(metadata={"formula": formula})
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl."""
+
+    step: int = _metric("learner step k; the step trains at policy version k")
+    reward_mean: float | None = _metric("sum of rewards / scored rollouts of the step's groups")
+    num_rollouts: int = _metric("rollouts of the step's groups")
+    num_unscored: int = _metric("rollouts without a reward; left out of mean, spread and loss")
+    num_empty: int = _metric("rollouts without a token; left out of the loss")
+    num_rejected: int = _metric("completions thrown away for missing, NaN or misaligned log-probabilities")
+    num_zero_advantage: int = _metric("scored rollouts whose group has equal rewards; in the denominator, no gradient")
+    num_truncated: int = _metric("rollouts that met the length limit")
+    num_updates: int = _metric("optimizer updates made")
+    num_skipped_updates: int = _metric("updates not made because the gradient norm was not finite")
+    completion_tokens: int = _metric("completion tokens trained")
+    completion_length_mean: float | None = _metric("completion tokens / rollouts")
+    loss: float | None = _metric("mean over mini-batches of the GSPO loss (arXiv 2507.18071, eq. 5, negated)")
+    grad_norm: float | None = _metric("mean over updates of the gradient norm before clipping")
+    lr: float = _metric("learning rate of the step's last update")
+    clip_fraction_positive: float | None = _metric("clipped sequences with A > 0 / sequences with A > 0")
+    clip_fraction_negative: float | None = _metric("clipped sequences with A < 0 / sequences with A < 0")
+    clip_fraction_by_minibatch: list[float | None] = _metric(
+        "clipped sequences / sequences with A != 0, for each mini-batch in order: the first shows engine mismatch and "
+        "staleness, the later ones the step's own updates too"
+    )
+    log_ratio_mean: float | None = _metric("mean over sequences of log s (eq. 7), in nats per token")
+    log_ratio_rms_by_minibatch: list[float | None] = _metric("root of the mean of (log s)^2, for each mini-batch")
+    staleness_mean: float = _metric("mean over rollouts of step - version of the oldest segment")
+    staleness_max: int = _metric("largest staleness of the step")
+    segments_mean: float = _metric("segments / rollouts")
+    rollout_tokens_per_s: float | None = _metric("completion tokens / seconds covered by generating the step's groups")
+    learner_tokens_per_s: float | None = _metric("completion tokens / train_s")
+    wait_s: float = _metric("learner idle, waiting for the step's groups")
+    train_s: float = _metric("learner computing: packing, forward, backward, optimizer")
+    forward_s: float = _metric("part of train_s")
+    backward_s: float = _metric("part of train_s")
+    publish_s: float = _metric("learner copying weights out, digests and probe included")
+    step_s: float = _metric("wall time from the end of the last step to the end of this one")
+
+
+FORMULAS: Mapping[str, str] = {f.name: f.metadata["formula"] for f in fields(StepMetrics)}
+
+
+def as_row(metrics: StepMetrics) -> dict[str, Any]:
+    """The record as it is written to metrics.jsonl."""
+    return asdict(metrics)
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """numerator / denominator; None where there is nothing to divide by."""
+    return numerator / denominator if denominator else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Mean; None of nothing."""
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,101 @@
+"""What a person sees while a run goes on: a line a step, read from the files that the hub appends to."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from shared.config import Config
+
+_COLUMNS = (
+    ("step", 5), ("reward", 7), ("clip +", 7), ("clip -", 7), ("log s", 9), ("stale", 6), ("len", 6),
+    ("gen tok/s", 10), ("train tok/s", 12), ("wait s", 7), ("step s", 7), ("sync s", 7),
+)  # fmt: skip
+
+
+class Progress:
+    """Shows new metrics lines on each `update`."""
+
+    def __init__(self, config: Config, run_directory: Path, json_lines: bool) -> None:
+        self._num_steps = config.learner.steps
+        self._run_directory = run_directory
+        self._json_lines = json_lines
+        self._console = Console(highlight=False)
+        self._files = {kind: _Tail(run_directory / f"{kind}.jsonl") for kind in ("metrics", "syncs", "evaluations")}
+        self._sync_s: dict[int, float] = {}
+        self._step = 0
+        self._header_shown = False
+        self._started_s = time.monotonic()
+        self._status = Status("", console=self._console)
+        if self._console.is_terminal and not json_lines:
+            self._status.start()
+
+    def update(self) -> None:
+        """Print what was appended since the last call."""
+        for kind, tail in self._files.items():
+            for row in tail.new_rows():
+                self._show(kind, row)
+        elapsed_s = time.monotonic() - self._started_s
+        doing = f"step {self._step} of {self._num_steps}" if self._header_shown else "starting engine and learner"
+        self._status.update(f"{doing}, {elapsed_s:.0f} s; logs in {self._run_directory / 'logs'}")
+
+    def finish(self) -> None:
+        """The last line: where everything is."""
+        self._status.stop()
+        if not self._json_lines:
+            self._console.print(f"run directory: {self._run_directory}", soft_wrap=True)
+            self._console.print("final weights: checkpoints/final (loads with transformers and vLLM)")
+
+    def _show(self, kind: str, row: dict[str, Any]) -> None:
+        if self._json_lines:
+            print(json.dumps({"kind": kind, **row}), flush=True)
+        elif kind == "syncs":
+            total_s = sum(row[part] for part in ("fetch_s", "digest_s", "stage_s", "pause_s", "load_s", "resume_s"))
+            self._sync_s[row["version"]] = total_s
+        elif kind == "evaluations":
+            scored = row["num_samples"] - row["num_unscored"]
+            rate = f"{row['num_passed'] / scored:.2f}" if scored else "-"
+            self._console.print(f"held-out pass rate at version {row['version']}: {rate} ({scored} samples)")
+        else:
+            self._show_step(row)
+
+    def _show_step(self, row: dict[str, Any]) -> None:
+        if not self._header_shown:
+            self._console.print("".join(f"{name:>{width}}" for name, width in _COLUMNS), style="bold")
+            self._header_shown = True
+        self._step = row["step"] + 1
+        cells = (
+            str(row["step"]), _number(row["reward_mean"], 3), _number(row["clip_fraction_positive"], 2),
+            _number(row["clip_fraction_negative"], 2), _number(row["log_ratio_mean"], 5),
+            _number(row["staleness_mean"], 2), _number(row["completion_length_mean"], 1),
+            _number(row["rollout_tokens_per_s"], 0), _number(row["learner_tokens_per_s"], 0),
+            _number(row["wait_s"], 1), _number(row["step_s"], 1), _number(self._sync_s.get(row["step"]), 2),
+        )  # fmt: skip
+        line = "".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+        self._console.print(line, soft_wrap=True)
+
+
+class _Tail:
+    """The complete lines appended to a JSONL file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_rows(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        end = text.rfind(b"\n") + 1
+        self._offset += end
+        yield from (json.loads(line) for line in text[:end].splitlines())
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

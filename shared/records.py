@@ -1,0 +1,224 @@
+"""What the two sides say to each other, as typed values. No behaviour, no I/O.
+
+A *group* is the G rollouts of one prompt, identified by its number in issue order plus a replacement count (0 unless
+an earlier holder of that number was dropped). Example: with 8 groups a step, group 17 is trained in step 2.
+
+Arrays are one-dimensional NumPy; `T` is the number of completion tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+KvState = Literal["fresh", "kept", "unknown"]
+FinishReason = Literal["stop", "length"]
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, order=True)
+class GroupId:
+    """Identity of a group: `number` counts issued groups from 0; `replacement` counts how often it was replaced."""
+
+    number: int
+    replacement: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.number}.{self.replacement}"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Permission to generate one group. `attempt` grows when the same group is issued again to another worker."""
+
+    group: GroupId
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of completion tokens [start, end) sampled under one policy version.
+
+    `loglik` (nats) is the float64 sum of the tokens' behaviour log-probabilities. `kv` says whether the attention
+    cache behind these tokens was built by the same version ("fresh"), by an older one ("kept"), or is "unknown".
+    """
+
+    policy_version: int
+    start: int
+    end: int
+    loglik: float
+    kv: KvState = "fresh"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion, exactly as sampled.
+
+    `behavior_logprobs` (nats, float32 [T]) are those of the distribution that was sampled, after temperature; None
+    when the run sends sequence log-likelihoods only. `reward` is None when the completion could not be scored.
+    """
+
+    completion_ids: Int32Array
+    behavior_logprobs: Float32Array | None
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    reward: float | None
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.completion_ids)
+
+    @property
+    def seq_loglik(self) -> float:
+        """Sequence log-likelihood under the behaviour policy (nats): the sum over segments."""
+        return float(sum(s.loglik for s in self.segments))
+
+    @property
+    def oldest_version(self) -> int:
+        """Policy version of the oldest segment. Raises ValueError on a rollout without tokens."""
+        return min(s.policy_version for s in self.segments)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rollouts of one prompt, as they travel and as they are stored."""
+
+    group: GroupId
+    attempt: int
+    worker_id: str
+    prompt_id: str
+    prompt_ids: Int32Array
+    temperature: float
+    rollouts: tuple[Rollout, ...]
+    num_rejected: int = 0
+    started_at_s: float = 0.0
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: bytes [start, end) of bucket number `bucket`; `digest` is the BLAKE3 hex of those bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bucket: int
+    start: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class ProbeSequence:
+    """A recent sequence with the learner's own log-probabilities (nats, temperature 1) under the manifest's weights.
+
+    `logprobs[i]` belongs to `token_ids[first + i]`.
+    """
+
+    token_ids: Int32Array
+    first: int
+    logprobs: Float32Array
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a policy version consists of.
+
+    `weights_version` is the version at which these weights last changed: a step that made no optimizer update moves
+    `version` and leaves `weights_version`, and then no weights travel.
+    """
+
+    version: int
+    weights_version: int
+    tensors: tuple[TensorEntry, ...]
+    probe: tuple[ProbeSequence, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.end - t.start for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A manifest and the buckets behind it: Ray object references of uint8 arrays, one per bucket."""
+
+    manifest: Manifest
+    buckets: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Durable before the first forward of step `step`, which trains at policy version `step`."""
+
+    step: int
+    groups: tuple[GroupId, ...]
+    minibatch_seed: int
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """The hub's answer to a worker that asks for work."""
+
+    tickets: tuple[Ticket, ...] = ()
+    evaluate_version: int | None = None
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One weight sync as one worker saw it. Seconds by part; `probe_max_abs` in nats, None without a probe."""
+
+    worker_id: str
+    version: int
+    num_bytes: int
+    fetch_s: float
+    digest_s: float
+    stage_s: float
+    pause_s: float
+    load_s: float
+    resume_s: float
+    probe_s: float
+    probe_max_abs: float | None
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """Held-out prompts sampled at one policy version: `num_passed` of `num_samples` with reward 1 or more."""
+
+    version: int
+    num_samples: int
+    num_passed: int
+    num_unscored: int
+
+    @property
+    def pass_rate(self) -> float | None:
+        scored = self.num_samples - self.num_unscored
+        return self.num_passed / scored if scored else None
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval in which `lane` ("learner" or a worker id) did `name`. Unix seconds, monotonic within a process."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    version: int
+    detail: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
