@@ -1,9 +1,11 @@
 # Needs Python 3.11 or newer. Everything goes into $(VENV); nothing outside the project folder is touched.
 #   PYTHON          the interpreter the environment is made from
 #   TORCH_PIP_ARGS  more arguments for pip when it installs torch, if your pip does not find a CPU build of its own accord
-#   ARGS            more arguments for `seqrelay train` in `make demo`, for example ARGS="--set learner.num_steps=3"
+#   RUN             the name of the run that `make demo` makes, under runs/
+#   ARGS            more arguments for `seqrelay train` in `make demo`, for example ARGS="learner.steps=3"
 
 VENV ?= .venv
+RUN ?= demo-$(shell date +%Y%m%d-%H%M%S)
 TORCH_PIP_ARGS ?=
 ARGS ?=
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -53,9 +55,9 @@ models: setup  ## make both small models
 	$(BIN)/python scripts/make_smollm2.py --out $(SMOLLM2)
 	$(BIN)/python scripts/make_tiny_moe.py --out $(TINY_MOE)
 
-demo: setup  ## train SmolLM2-135M on sums
+demo: setup  ## train SmolLM2-135M on sums: about ten minutes on two cores
 	$(BIN)/python scripts/make_smollm2.py --out $(SMOLLM2)
-	$(BIN)/seqrelay train scripts/configs/demo.toml $(ARGS)
+	$(BIN)/seqrelay train scripts/configs/demo.toml run.name=$(RUN) $(ARGS)
 
 lint: setup  ## the checks that run nothing
 	$(BIN)/ruff check .
@@ -63,10 +65,10 @@ lint: setup  ## the checks that run nothing
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint  ## checks and quick tests
+test: lint models  ## checks and quick tests
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: setup  ## slow tests, with the real engine
+test-full: models  ## slow tests, with the real engine
 	$(BIN)/python -m pytest -m full
 
 format: setup  ## let ruff rewrite the sources

@@ -26,7 +26,9 @@ def group_advantages(rewards_G: Sequence[float | None]) -> tuple[npt.NDArray[np.
     """
     values_G = np.array([np.nan if r is None else r for r in rewards_G], dtype=np.float64)
     if np.isinf(values_G).any():
-        raise ValueError(f"rewards {list(rewards_G)} hold an infinite value: return a finite reward, or None if unscored")
+        raise ValueError(
+            f"rewards {list(rewards_G)} hold an infinite value: return a finite reward, or None if unscored"
+        )
     scored_G = ~np.isnan(values_G)
     advantages_G = np.zeros(len(values_G))
     scored = values_G[scored_G]

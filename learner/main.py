@@ -42,9 +42,11 @@ def run_learner(config: Config, run_directory: Path) -> None:
                 publication = publisher.next(step + 1, groups, changed=result.num_updates > 0)
                 hub.commit_step(step, publisher.digest)
                 hub.publish(publication)
-        hub.log_metrics(as_row(step_metrics(step, groups, result, stepped, waited, trained, published)))
+        timings = {"stepped": stepped, "waited": waited, "trained": trained, "published": published}
+        hub.log_metrics(as_row(step_metrics(step, groups, result, **timings)))
         hub.report(recorder.take())
     policy.save(run_directory / "checkpoints" / "final")
+    hub.wait_finished()  # the workers fetch the last weights from this process
 
 
 def step_plan(config: Config, step: int, groups: Sequence[Group]) -> StepPlan:

@@ -109,14 +109,15 @@ def gspo(
 
 
 def sum_sequences(values_T: Tensor, lengths_S: Tensor) -> Tensor:
-    """Sums over each sequence's tokens in float64: [T] -> [S]. 4096 values of -0.37 give -1515.5, not bfloat16's -128."""
+    """Sums over each sequence's tokens in float64: [T] -> [S]. In bfloat16, 4096 values of -0.37 would give -128."""
     return torch.stack([part.sum() for part in values_T.double().split(lengths_S.tolist())])
 
 
 def _bounded_exp(x: Tensor) -> Tensor:
     """exp(x) up to the ceiling, its tangent above: finite, with a finite gradient, for every finite x."""
-    below = x.clamp(max=LOG_RATIO_CEILING)
-    return below.exp() + math.exp(LOG_RATIO_CEILING) * (x - below)
+    tangent = math.exp(LOG_RATIO_CEILING) * (1 + x - LOG_RATIO_CEILING)
+    # The clamp matters: torch.where multiplies the branch it does not take by 0, and 0 * exp(800) is NaN.
+    return torch.where(x > LOG_RATIO_CEILING, tangent, x.clamp(max=LOG_RATIO_CEILING).exp())
 
 
 def _metrics(log_ratio_S: Tensor, advantages_S: Tensor, low: float, high: float, num_tokens: int) -> ObjectiveMetrics:

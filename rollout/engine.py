@@ -11,13 +11,10 @@ engine then ends all its requests and refuses to serve until a later `load` succ
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rollout.completions import build_completion, sampled_logprobs
 from rollout.coverage import check_coverage, model_tensors
@@ -28,6 +25,8 @@ from shared.errors import RolloutRejected, RunFailed, WeightSyncError
 from shared.protocols import Completion, GenerateRequest
 from shared.records import Float32Array, Manifest
 from shared.weights import SAFETENSORS_DTYPES, check_manifest
+
+SHUTDOWN_S = 3.0  # vLLM's children need about 2 s to clean up; then they are killed
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, Any]:
@@ -67,8 +66,8 @@ def scoring_params() -> dict[str, Any]:
 class VllmEngine:
     """One vLLM `AsyncLLM` and its child processes, which end with this process. Made by `create`."""
 
-    def __init__(self, llm: Any, config: Config) -> None:
-        self._llm = llm
+    def __init__(self, config: Config) -> None:
+        self._llm: Any = None
         self._expected = model_tensors(Path(config.model.path))
         self._dtype = SAFETENSORS_DTYPES[config.rollout.dtype]
         self._max_model_len = config.rollout.max_model_len
@@ -85,24 +84,16 @@ class VllmEngine:
         when the engine cannot start.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
 
-        on_cpu = current_platform.is_cpu()
-        with engine_environment(config, worker_index):
-            try:
-                args = AsyncEngineArgs(**engine_args(config, worker_index, on_cpu))
-                llm = AsyncLLM.from_engine_args(args)
-            except Exception as error:
-                raise start_error(config, error) from error
+        engine = cls(config)
         try:
-            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-            await llm.update_weight_version("0")
-            return cls(llm, config)
+            engine._llm = _start(config, worker_index)
+            await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            await engine._llm.update_weight_version("0")
         except BaseException:
-            llm.shutdown()
+            await engine.close()
             raise
+        return engine
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. RolloutRejected when its log-probabilities cannot be trusted."""
@@ -125,7 +116,8 @@ class VllmEngine:
             raise ValueError(f"first = {first}: only tokens 1 .. {len(token_ids)} have something to be predicted from.")
         if len(token_ids) >= self._max_model_len:
             raise RolloutRejected(
-                f"{len(token_ids)} tokens cannot be scored: rollout.max_model_len = {self._max_model_len} must exceed it."
+                f"{len(token_ids)} tokens cannot be scored: they need rollout.max_model_len > {len(token_ids)}, "
+                f"it is {self._max_model_len}."
             )
         self._num_scores += 1
         output = await self._run(f"score-{self._num_scores}", token_ids, scoring_params(), cache_salt="score")
@@ -148,7 +140,7 @@ class VllmEngine:
         """End every process of the engine. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.shutdown()
+            llm.shutdown(timeout=SHUTDOWN_S)
 
     async def _run(self, request_id: str, prompt_ids: Sequence[int], params: dict[str, Any], cache_salt: str) -> Any:
         from vllm import SamplingParams, TokensPrompt
@@ -212,12 +204,27 @@ class VllmEngine:
 
     def _refuse_if_half_written(self) -> None:
         if self._half_written is not None:
-            raise WeightSyncError(f"the engine serves nothing until a load succeeds or it is restarted: {self._half_written}")
+            raise WeightSyncError(
+                f"the engine serves nothing until a load succeeds or it is restarted: {self._half_written}"
+            )
 
     def _live(self) -> Any:
         if self._llm is None:
             raise RunFailed("the engine was closed; start a new worker.")
         return self._llm
+
+
+def _start(config: Config, worker_index: int) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    with engine_environment(config, worker_index):
+        try:
+            arguments = engine_args(config, worker_index, current_platform.is_cpu())
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except Exception as error:
+            raise start_error(config, error) from error
 
 
 def _positions(logprobs: Any) -> list[dict[int, float | None] | None] | None:

@@ -20,6 +20,9 @@ PLUGIN_GROUP = "vllm.general_plugins"
 # Resident memory of a vLLM worker before it holds any weights (measured: 0.7 to 0.9 GiB).
 WORKER_BYTES = 1 << 30
 
+# Tokens the engine may process in one step; at least this many, so that short requests are prefilled together.
+MIN_BATCHED_TOKENS = 2048
+
 
 def engine_args(config: Config, worker_index: int, on_cpu: bool) -> dict[str, Any]:
     """Arguments of vLLM's `AsyncEngineArgs`.
@@ -35,6 +38,10 @@ def engine_args(config: Config, worker_index: int, on_cpu: bool) -> dict[str, An
         "gpu_memory_utilization": rollout.memory_share,
         "seed": (config.run.seed + worker_index) % 2**31,
         "enforce_eager": on_cpu,  # no Triton on CPU
+        # vLLM 0.32 on CPU dies when it prefills a seeded request in two parts: it winds the request's generator back
+        # after the first part, which CPU generators cannot do. Can go when `_bookkeeping_sync` no longer sets offsets.
+        "enable_chunked_prefill": not on_cpu,
+        "max_num_batched_tokens": max(rollout.max_model_len, MIN_BATCHED_TOKENS),
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled, after temperature
         "generation_config": "vllm",  # no hidden top_p or top_k from the model's folder
@@ -82,8 +89,9 @@ def start_error(config: Config, error: Exception) -> ConfigError:
         return ConfigError(fault)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return ConfigError(
-        f"the engine for model.path = {config.model.path} did not start: {lines[0]} Its processes logged the cause above; "
-        f"if it is memory, rollout.memory_share = {config.rollout.memory_share} is the option."
+        f"the engine for model.path = {config.model.path} did not start: {lines[0]} "
+        f"Its processes logged the cause above; if it is memory, set rollout.memory_share (now "
+        f"{config.rollout.memory_share})."
     )
 
 
@@ -93,10 +101,10 @@ def engine_environment(config: Config, worker_index: int) -> Iterator[None]:
     from importlib.metadata import entry_points
 
     if not entry_points(group=PLUGIN_GROUP, name=BACKEND):
-        raise ConfigError("vLLM cannot find the seqrelay plugin: install this package with pip (an editable one will do).")
-    chosen = thread_environment(
-        worker_index, config.rollout.threads, sorted(os.sched_getaffinity(0)), os.environ
-    ) | {
+        raise ConfigError(
+            "vLLM cannot find the seqrelay plugin: install this package with pip (an editable one will do)."
+        )
+    chosen = thread_environment(worker_index, config.rollout.threads, sorted(os.sched_getaffinity(0)), os.environ) | {
         ENGINE_VARIABLE: "1",
         # A forked child would inherit "plugins are loaded" and run without our watchdog.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

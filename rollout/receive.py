@@ -82,10 +82,12 @@ class Staging:
             files = []
             for number, blob in enumerate(buckets):
                 file = folder / f"bucket-{number}.safetensors"
-                file.write_bytes(memoryview(blob))
+                file.write_bytes(blob.data)
                 files.append(file)
         except OSError as error:
-            raise WeightSyncError(f"version {version} cannot be staged in {folder}: {error}. Free some space.") from error
+            raise WeightSyncError(
+                f"version {version} cannot be staged in {folder}: {error}. Free some space."
+            ) from error
         return tuple(files)
 
     def _choose(self, num_bytes: int) -> Path:

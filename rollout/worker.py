@@ -30,8 +30,14 @@ class Worker:
     """The loop around one engine."""
 
     def __init__(
-        self, config: Config, hub: Hub, engine: Engine, prompts: PromptSource, generator: GroupGenerator,
-        recorder: Recorder, staging: Staging,
+        self,
+        config: Config,
+        hub: Hub,
+        engine: Engine,
+        prompts: PromptSource,
+        generator: GroupGenerator,
+        recorder: Recorder,
+        staging: Staging,
     ) -> None:
         self._config, self._hub, self._engine = config, hub, engine
         self._prompts, self._generator, self._recorder, self._staging = prompts, generator, recorder, staging
@@ -110,7 +116,9 @@ class Worker:
         version = manifest.version
         changed = manifest.weights_version != self._active_weights_version
         with contextlib.ExitStack() as until_loaded:
-            fetched, staged = await self._receive(publication, until_loaded) if changed else (Timing(), Staged((), 0, 0))
+            fetched, staged = (
+                await self._receive(publication, until_loaded) if changed else (Timing(), Staged((), 0, 0))
+            )
             del publication  # lets the object store release the version
             async with self._weights_lock:
                 with self._recorder.span("load", version):

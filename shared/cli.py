@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="run rollout workers and the learner on a private Ray cluster")
     train.add_argument("config", type=Path, metavar="run.toml")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file")
+    train.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
+    )
     train.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     return parser
 

@@ -87,17 +87,12 @@ class RolloutConfig(Section):
 
 
 class LearnerConfig(Section):
-    """The training side. A step takes `prompts_per_step` groups and makes `minibatches` optimizer updates.
-
-    Completions of one group share a row, and their prompt is computed once, while the row has at most
-    `shared_row_tokens` tokens (1: each completion in a row of its own).
-    """
+    """The training side. A step takes `prompts_per_step` groups and makes `minibatches` optimizer updates."""
 
     steps: Positive = 25
     prompts_per_step: Positive = 8
     minibatches: Positive = 2
     micro_batch_tokens: Positive = 2048
-    shared_row_tokens: Positive = 1024
     objective: Literal["gspo"] = "gspo"
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 3e-4
     clip_high: Annotated[float, Field(gt=0.0)] = 4e-4

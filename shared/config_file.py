@@ -33,9 +33,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(values: dict[str, Any], source: str = "config") -> Config:
-    """Check plain values. ConfigError lists every fault, unknown keys with the nearest known name."""
+    """Check plain values. ConfigError lists the faults, unknown keys with the nearest known name.
+
+    Types are taken as written: `steps = true` or `steps = "7"` is no number.
+    """
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(values, strict=True)
     except ValidationError as error:
         lines = [_explain(fault) for fault in error.errors()]
         raise ConfigError(f"{source}: " + "\n".join(lines)) from error
@@ -43,7 +46,7 @@ def parse_config(values: dict[str, Any], source: str = "config") -> Config:
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
-    if not separator or not key:
+    if not separator or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form section.key=value, such as learner.lr=1e-5")
     *sections, name = key.strip().split(".")
     table = values
@@ -57,30 +60,45 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _parse_value(text: str) -> Any:
     """A TOML value where it is one ('3', 'true', '[1]'), otherwise the text itself."""
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        values = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return values["x"] if len(values) == 1 else text
 
 
 def _explain(fault: Any) -> str:
     field = ".".join(str(part) for part in fault["loc"])
+    section = _section_at(fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"unknown key {field!r}{_nearest(fault['loc'])}"
     if fault["type"] == "missing":
-        return f"{field} is missing; add it to the file or give it as an override ({field}=...)"
+        required = [key for key, info in section.model_fields.items() if info.is_required()] if section else []
+        names = " and ".join(f"{field}.{key}" for key in required) or field
+        return f"{names} is missing; add it to the file or give it as an override ({names}=...)"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":  # our own cross-field checks already name field, value and remedy
         return message
+    if section:
+        keys = ", ".join(section.model_fields)
+        return f"{field} = {fault['input']!r}: {field} is a section; give its keys, such as [{field}] in a file: {keys}"
+    if fault["type"] == "string_type":
+        message += f'; put it in quotes: {field} = "{fault["input"]}"'
     return f"{field} = {fault['input']!r}: {message}"
 
 
 def _nearest(loc: tuple[str | int, ...]) -> str:
+    """What an unknown key may have been meant as: a neighbor's name, or a key of that name in another section."""
     section = _section_at(loc[:-1])
     if section is None:
         return ""
-    known = list(section.model_fields)
-    close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known)}"
+    name, known = str(loc[-1]), list(section.model_fields)
+    elsewhere = [
+        f"{other}.{name}"
+        for other in Config.model_fields
+        if (found := _section_at((other,))) is not None and name in found.model_fields
+    ]
+    close = elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; known here: {', '.join(known)}"
 
 
 def _section_at(loc: tuple[str | int, ...]) -> type[BaseModel] | None:

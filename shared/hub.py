@@ -25,10 +25,11 @@ from shared.jsonl import JsonLines
 from shared.ledger import GroupRow, Ledger, LedgerRules
 from shared.records import EvalReport, Group, Publication, Span, StepPlan, SyncReport, Ticket, Work
 from shared.schema import decode_group
-from shared.store import Store, write_trajectories
 from shared.spans import now_s
+from shared.store import Store, write_trajectories
 
 HUB_NAME = "hub"
+POLL_S = 3.0
 _MAX_CONCURRENCY = 1000  # calls that may wait at once: two long polls a worker
 _START_TIMEOUT_S = 60.0
 _WAITING_NAMED = 4
@@ -40,7 +41,7 @@ MetricRow = Mapping[str, float | int | str | Sequence[float | None] | None]
 class Hub:
     """Implements GroupSource and VersionFeed, and the server side of GroupSink (`take` is one long poll)."""
 
-    def __init__(self, config: Config, run_directory: Path, poll_s: float = 3.0) -> None:
+    def __init__(self, config: Config, run_directory: Path, poll_s: float = POLL_S) -> None:
         self._store = Store(run_directory)
         for step in self._store.unexported_steps():
             self._store.export_step(step.plan)
@@ -287,7 +288,7 @@ class Hub:
         return value
 
 
-def start_hub(config: Config, run_directory: Path) -> Any:
+def start_hub(config: Config, run_directory: Path, poll_s: float = POLL_S) -> Any:
     """Create the run's hub on this node, which must hold the run directory; it lives as long as the returned handle.
 
     Namespace is the run's name. Ray must be connected. HubError when it does not start, with the cause.
@@ -302,7 +303,7 @@ def start_hub(config: Config, run_directory: Path) -> Any:
         scheduling_strategy=here,
     )
     try:
-        hub = actor.remote(config, run_directory.resolve())
+        hub = actor.remote(config, run_directory.resolve(), poll_s)
         ray.get(hub.status.remote(), timeout=_START_TIMEOUT_S)
     except (ray.exceptions.RayError, ValueError) as error:
         raise HubError(f"the hub of run {config.run.name!r} did not start in {run_directory}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from shared.errors import HubError
+from shared.errors import HubError, RunFailed
 from shared.hub import HUB_NAME, MetricRow
 from shared.hub_state import HubStatus, Taken
 from shared.records import EvalReport, Publication, Span, StepPlan, SyncReport, Ticket, Work
@@ -107,6 +107,13 @@ class LearnerHubClient:
 
     def status(self) -> HubStatus:
         return self._get(self._hub.status.remote())
+
+    def wait_finished(self) -> None:
+        """Returns once all steps are published and the last evaluation is in. RunFailed when the other side failed."""
+        while not (status := self.status()).finished:
+            if status.failure:
+                raise RunFailed(status.failure)
+            time.sleep(_LOOK_AGAIN_S)
 
     def _get(self, reference: Any) -> Any:
         with _plain_errors():

@@ -27,11 +27,11 @@ class StepMetrics:
     num_truncated: int = _metric("rollouts that met the length limit")
     num_updates: int = _metric("optimizer updates made")
     num_skipped_updates: int = _metric("updates not made because the gradient norm was not finite")
-    completion_tokens: int = _metric("completion tokens trained")
+    completion_tokens: int = _metric("completion tokens that went through the objective")
     completion_length_mean: float | None = _metric("completion tokens / rollouts")
     loss: float | None = _metric("mean over mini-batches of the GSPO loss (arXiv 2507.18071, eq. 5, negated)")
     grad_norm: float | None = _metric("mean over updates of the gradient norm before clipping")
-    lr: float = _metric("learning rate of the step's last update")
+    lr: float | None = _metric("learning rate of the step's last update")
     clip_fraction_positive: float | None = _metric("clipped sequences with A > 0 / sequences with A > 0")
     clip_fraction_negative: float | None = _metric("clipped sequences with A < 0 / sequences with A < 0")
     clip_fraction_by_minibatch: list[float | None] = _metric(
@@ -40,9 +40,9 @@ class StepMetrics:
     )
     log_ratio_mean: float | None = _metric("mean over sequences of log s (eq. 7), in nats per token")
     log_ratio_rms_by_minibatch: list[float | None] = _metric("root of the mean of (log s)^2, for each mini-batch")
-    staleness_mean: float = _metric("mean over rollouts of step - version of the oldest segment")
-    staleness_max: int = _metric("largest staleness of the step")
-    segments_mean: float = _metric("segments / rollouts")
+    staleness_mean: float | None = _metric("mean over rollouts of step - version of the oldest segment")
+    staleness_max: int | None = _metric("largest staleness of the step")
+    segments_mean: float | None = _metric("segments / rollouts")
     rollout_tokens_per_s: float | None = _metric("completion tokens / seconds covered by generating the step's groups")
     learner_tokens_per_s: float | None = _metric("completion tokens / train_s")
     wait_s: float = _metric("learner idle, waiting for the step's groups")
@@ -50,7 +50,7 @@ class StepMetrics:
     forward_s: float = _metric("part of train_s")
     backward_s: float = _metric("part of train_s")
     publish_s: float = _metric("learner copying weights out, digests and probe included")
-    step_s: float = _metric("wall time from the end of the last step to the end of this one")
+    step_s: float = _metric("wall time of the step: wait_s + train_s + publish_s")
 
 
 FORMULAS: Mapping[str, str] = {f.name: f.metadata["formula"] for f in fields(StepMetrics)}

@@ -70,7 +70,7 @@ def verify_bucket(blob: Blob, entries: Iterable[TensorEntry]) -> None:
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raise WeightSyncError unless names are unique across buckets and bucket numbers run 0, 1, 2, ... without a gap."""
+    """Raise WeightSyncError unless names are unique across buckets and bucket numbers run 0, 1, 2 without a gap."""
     seen: set[str] = set()
     for entry in manifest.tensors:
         if entry.name in seen:
@@ -88,7 +88,7 @@ def weights_digest(manifest: Manifest) -> str:
 
 
 def _digest(blob: Blob) -> str:
-    return blake3(memoryview(blob)).hexdigest()
+    return blake3(blob.data).hexdigest()
 
 
 def _parse_header(blob: Blob) -> tuple[list[tuple[str, Any]], int]:
@@ -96,7 +96,9 @@ def _parse_header(blob: Blob) -> tuple[list[tuple[str, Any]], int]:
         raise WeightSyncError(f"a bucket of {blob.size} bytes is no safetensors file; fetch it again.")
     data_start = HEADER_LENGTH_BYTES + int.from_bytes(blob[:HEADER_LENGTH_BYTES].tobytes(), "little")
     if data_start > blob.size:
-        raise WeightSyncError(f"a bucket of {blob.size} bytes has a header of {data_start}; it was cut, fetch it again.")
+        raise WeightSyncError(
+            f"a bucket of {blob.size} bytes has a header of {data_start}; it was cut, fetch it again."
+        )
     try:
         pairs = json.loads(blob[HEADER_LENGTH_BYTES:data_start].tobytes(), object_pairs_hook=list)
         header = [(str(name), fields) for name, fields in pairs if name != METADATA_KEY]

@@ -68,7 +68,7 @@ def make_group() -> Callable[..., Group]:
 
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., Config]:
-    """A small run: 3 steps of 2 groups, staleness 1. Sections are given as keyword arguments and override its values."""
+    """A small run, 3 steps of 2 groups with staleness 1; sections given as keyword arguments override its values."""
 
     def make(**sections: dict[str, Any]) -> Config:
         values: dict[str, dict[str, Any]] = {

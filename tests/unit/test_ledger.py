@@ -219,6 +219,26 @@ def test_numbers_end_with_the_last_step() -> None:
         ledger.take(2)
 
 
+def test_a_restart_keeps_what_is_lost_dropped_or_taken() -> None:
+    ledger = make_ledger(max_staleness=2)
+    submit_all(ledger, first := issue(ledger, max_groups=2))
+    assert ledger.take(0) is not None
+    dropped, *_ = issue(ledger, max_groups=1)
+    ledger.give_up(WORKER, dropped, "reward_error")
+    issue(ledger, max_groups=1)
+    lost = issue(ledger, max_groups=1, worker="lost")
+    ledger.worker_lost("lost")
+    rows = [ledger.row(ticket.group) for ticket in (*first, dropped, *lost)]
+    rows.append(ledger.row(GroupId(2, 1)))
+
+    back = Ledger.from_rows(ledger.rules, rows, [])
+    assert back.balance() == ledger.balance()
+    assert [row and row.state for row in back.step_groups(0).values()] == ["ready", "ready"]
+    back.worker_lost(WORKER)
+    assert issue(back) == [Ticket(GroupId(2, 1), 1), Ticket(GroupId(3), 1), Ticket(GroupId(4)), Ticket(GroupId(5))]
+    train(back, 0)
+
+
 def corrupt_rows() -> dict[str, tuple[list[GroupRow], list[StepRow]]]:
     rules = LedgerRules(2, 1, 4)
     groups, steps = trained_rows(rules, 1)

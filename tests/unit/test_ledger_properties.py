@@ -24,6 +24,7 @@ class Simulation:
         self.held: dict[tuple[str, Ticket], int] = {}  # the worker's version when it started
         self.started_at: dict[GroupId, int] = {}  # of the accepted attempt
         self.trained: list[int] = []
+        self.begun: StepPlan | None = None
         self.tickets: set[Ticket] = set()
 
     def ask(self, worker: str, max_groups: int) -> None:
@@ -47,8 +48,12 @@ class Simulation:
         groups = self.ledger.take(step) if step < self.rules.steps else None
         if groups is None:
             return False
-        self.ledger.begin_step(StepPlan(step, tuple(groups), 0, 3e-4, 4e-4))
+        plan = StepPlan(step, tuple(groups), 0, 3e-4, 4e-4)
+        self.ledger.begin_step(plan)
+        self.begun = plan
+        self.restart()
         self.ledger.commit_step(step, "digest")
+        self.begun = None
         for group in groups:
             assert step - self.started_at[group] <= self.rules.max_staleness, "the staleness bound"
         self.trained += [group.number for group in groups]
@@ -58,7 +63,7 @@ class Simulation:
         """The hub dies and comes back from its rows."""
         ledger = self.ledger
         groups = [ledger.row(group) for group in {ticket.group for ticket in self.tickets}]
-        begun = range(ledger.version)
+        begun = range(ledger.version + (self.begun is not None))
         self.ledger = Ledger.from_rows(self.rules, groups, [ledger.step_row(step) for step in begun])
         assert self.ledger.balance() == ledger.balance()
         assert (self.ledger.version, self.ledger.published_version) == (ledger.version, ledger.published_version)
@@ -140,7 +145,9 @@ def test_every_run_ends_with_every_number_trained_once(
         worker = f"w{random.randrange(num_workers)}"
         mine = [key for key in simulation.held if key[0] == worker]
         event = random.random()
-        if event < 0.05:
+        if event < 0.02:
+            simulation.restart()
+        elif event < 0.05:
             simulation.ledger.worker_lost(worker)
         elif event < 0.1 and mine:
             simulation.give_up(*random.choice(mine))

@@ -30,7 +30,9 @@ def test_held_out_sums_are_never_trained_on_in_any_epoch_or_replacement():
     source = PromptSource(config(), CharacterTokenizer("yes"))
     held_out = {p.problem.prompt_id for p in source.held_out}
     trained = {
-        source.training_prompt(GroupId(n, replacement)).problem.prompt_id for n in range(200) for replacement in range(3)
+        source.training_prompt(GroupId(n, replacement)).problem.prompt_id
+        for n in range(200)
+        for replacement in range(3)
     }
     assert len(held_out) == 16
     assert len(trained) == 81 - 16

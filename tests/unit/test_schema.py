@@ -89,9 +89,7 @@ def test_bytes_per_token_on_the_wire(make_group: MakeGroup) -> None:
 
 
 def test_the_prompt_travels_once(make_group: MakeGroup) -> None:
-    sizes = [
-        len(encode_group(make_group(TICKET, num_rollouts=8, num_prompt_tokens=length))) for length in (1000, 5000)
-    ]
+    sizes = [len(encode_group(make_group(TICKET, num_rollouts=8, num_prompt_tokens=length))) for length in (1000, 5000)]
     assert sizes[1] - sizes[0] <= 4 * 4000 + 100
 
 
@@ -134,7 +132,7 @@ BAD_ROLLOUTS: dict[str, tuple[Callable[[Rollout], Rollout], str]] = {
         "behavior_logprobs = NaN or infinite",
     ),
     "ids of another type": (
-        lambda r: replace(r, completion_ids=r.completion_ids.astype(np.int64)),  # type: ignore[arg-type]
+        lambda r: replace(r, completion_ids=r.completion_ids.astype(np.int64)),
         r"int64\[5\]: int32",
     ),
     "negative id": (lambda r: replace(r, completion_ids=-r.completion_ids - 1), "a negative id"),

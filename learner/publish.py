@@ -1,0 +1,133 @@
+"""A policy version as bytes: buckets in the engine's type, manifest, probe. Only `Publisher` knows Ray."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from learner.packing import pack
+from learner.policy import Policy
+from shared.config import Config
+from shared.errors import WeightSyncError
+from shared.records import Group, Manifest, ProbeSequence, Publication, Rollout, TensorEntry
+from shared.weights import Blob, bucket_entries, check_manifest, weights_digest
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_publication_parts(
+    tensors: Iterable[tuple[str, Tensor]], *, version: int, weights_version: int, dtype: str, bucket_bytes: int
+) -> tuple[Manifest, list[Blob]]:
+    """Cast floating tensors to `dtype` ("float32", "bfloat16" or "float16") and lay them out in buckets, in order.
+
+    A bucket holds at most `bucket_bytes` of tensor data and is one safetensors blob; a larger tensor gets a bucket of
+    its own. The manifest has no probe yet.
+
+    Raises:
+        WeightSyncError: a value is not finite in `dtype`, or a name comes twice.
+    """
+    buckets: list[Blob] = []
+    entries: list[TensorEntry] = []
+    for group in _group_tensors(tensors, DTYPES[dtype], bucket_bytes):
+        blob = np.frombuffer(save(group), dtype=np.uint8)
+        entries += bucket_entries(blob, len(buckets))
+        buckets.append(blob)
+    manifest = Manifest(version, weights_version, tuple(entries))
+    check_manifest(manifest)
+    return manifest, buckets
+
+
+def _group_tensors(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int
+) -> Iterable[dict[str, Tensor]]:
+    group: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        cast = _engine_tensor(name, tensor, dtype)
+        if group and (num_bytes + cast.nbytes > bucket_bytes or name in group):
+            yield group
+            group, num_bytes = {}, 0
+        group[name] = cast
+        num_bytes += cast.nbytes
+    if group:
+        yield group
+
+
+def _engine_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """On the CPU, contiguous, and a copy: safetensors refuses tensors that share memory (experts are views)."""
+    cast = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
+    if cast.is_floating_point() and not bool(torch.isfinite(cast).all()):
+        raise WeightSyncError(
+            f"tensor {name!r} is not finite in {dtype}: use a wider rollout.dtype or check the training."
+        )
+    return cast.cpu().clone(memory_format=torch.contiguous_format)
+
+
+@torch.no_grad()
+def make_probe(
+    policy: Policy, groups: Sequence[Group], num: int, *, micro_batch_tokens: int, chunk_tokens: int
+) -> tuple[ProbeSequence, ...]:
+    """The first `num` non-empty rollouts with the policy's own log-probabilities at temperature 1.
+
+    They are computed in the precision the policy trains in, each sequence in a row of its own.
+    """
+    chosen: list[tuple[Group, Rollout]] = [(g, r) for g in groups for r in g.rollouts if r.num_tokens][:num]
+    sequences = [(g.prompt_ids, r.completion_ids) for g, r in chosen]
+    probe: list[ProbeSequence | None] = [None] * len(chosen)
+    for batch in pack(sequences, micro_batch_tokens, share_prompts=False):
+        logprobs_T = policy.completion_logprobs(batch, 1.0, chunk_tokens).cpu()
+        for index, logprobs in zip(batch.indices_S, logprobs_T.split(batch.lengths_S.tolist()), strict=True):
+            prompt, completion = sequences[index]
+            token_ids = np.concatenate([prompt, completion]).astype(np.int32)
+            probe[index] = ProbeSequence(token_ids, first=len(prompt), logprobs=logprobs.numpy().copy())
+    return tuple(p for p in probe if p is not None)
+
+
+class Publisher:
+    """Turns the policy into publications: buckets in Ray's object store, kept alive until the next ones replace them.
+
+    `digest` is that of the weights last published (`shared.weights.weights_digest`).
+    """
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy = policy
+        self._config = config
+        self._manifest: Manifest | None = None
+        self._references: tuple[Any, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Raises WeightSyncError before the first publication."""
+        if self._manifest is None:
+            raise WeightSyncError("nothing was published yet: call next() before asking for the digest")
+        return weights_digest(self._manifest)
+
+    def next(self, version: int, groups: Sequence[Group], *, changed: bool) -> Publication:
+        """The publication of `version`, with a probe from `groups`. Unless `changed`, the weights sent before stand."""
+        if changed or self._manifest is None:
+            manifest, buckets = build_publication_parts(
+                self._policy.checkpoint_tensors(),
+                version=version,
+                weights_version=version if changed else 0,
+                dtype=self._config.rollout.dtype,
+                bucket_bytes=self._config.sync.bucket_mib * 2**20,
+            )
+            self._references = tuple(ray.put(bucket) for bucket in buckets)
+            self._manifest = replace(manifest, probe=self._probe(groups))
+        self._manifest = replace(self._manifest, version=version)
+        return Publication(self._manifest, self._references)
+
+    def _probe(self, groups: Sequence[Group]) -> tuple[ProbeSequence, ...]:
+        learner = self._config.learner
+        return make_probe(
+            self._policy,
+            groups,
+            self._config.sync.probe_sequences,
+            micro_batch_tokens=learner.micro_batch_tokens,
+            chunk_tokens=learner.logprob_chunk_tokens,
+        )
