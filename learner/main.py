@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from learner.optim import Optimizer
 from learner.policy import Policy
 from learner.publish import Publisher
@@ -24,6 +26,7 @@ from shared.spans import Recorder
 
 def run_learner(config: Config, run_directory: Path) -> None:
     """Train `learner.steps` steps and save the final weights to `checkpoints/final`."""
+    torch.set_num_threads(config.learner.threads)
     hub = LearnerHubClient(connect(config.run.name))
     recorder = Recorder("learner")
     policy = Policy.load(config)

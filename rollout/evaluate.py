@@ -1,28 +1,39 @@
 """Held-out prompts, sampled and scored exactly as in training, at one policy version."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from rollout.dispatch import evaluation_request
 from rollout.generate import GroupGenerator
 from rollout.prompts import Prompt
 from shared.config import Config
+from shared.errors import RewardError, RolloutRejected
 from shared.protocols import Engine
 from shared.records import EvalReport
+
+_LOG = logging.getLogger(__name__)
 
 
 async def evaluate(
     config: Config, engine: Engine, generator: GroupGenerator, prompts: Sequence[Prompt], version: int
 ) -> EvalReport:
-    """`evaluation.samples` completions of every held-out prompt; a sample passes with a reward of 1 or more."""
+    """`evaluation.samples` completions of every held-out prompt; a sample passes with a reward of 1 or more.
+
+    What cannot be sampled or scored is counted as unscored; it never stops a run.
+    """
 
     async def rewards_of(index: int, prompt: Prompt) -> list[float | None]:
         requests = [
             evaluation_request(config, version, index, sample, prompt.token_ids)
             for sample in range(config.evaluation.samples)
         ]
-        completions = await asyncio.gather(*[engine.generate(request) for request in requests])
-        return await generator.score(completions, prompt)
+        try:
+            completions = await asyncio.gather(*[engine.generate(request) for request in requests])
+            return await generator.score(completions, prompt)
+        except (RolloutRejected, RewardError) as error:
+            _LOG.warning("evaluation of %s at version %d: %s", prompt.problem.prompt_id, version, error)
+            return [None] * len(requests)
 
     rewards = [r for rs in await asyncio.gather(*[rewards_of(i, p) for i, p in enumerate(prompts)]) for r in rs]
     return EvalReport(

@@ -7,7 +7,7 @@ goes to the hub with its traceback, so that the learner stops too, and ends the 
 import os
 import sys
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,17 @@ class RolloutWorker:
             await engine.close()
 
 
-def run_workers(config: Config, run_directory: Path, engine_factory: EngineFactory = vllm_engine) -> None:
-    """Start `rollout.workers` actors and wait until all have ended. Raises the first error of any of them."""
-    actor = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=0)
+def run_workers(
+    config: Config,
+    run_directory: Path,
+    engine_factory: EngineFactory = vllm_engine,
+    resources: Mapping[str, float] | None = None,
+) -> None:
+    """Start `rollout.workers` actors and wait until all have ended. Raises the first error of any of them.
+
+    `resources`: custom Ray resources each actor asks for, which decides the nodes it may run on.
+    """
+    actor = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=0, resources=dict(resources or {}))
     workers = [actor.remote() for _ in range(config.rollout.workers)]
     pending: list[Any] = [
         worker.run.remote(config, index, run_directory, engine_factory) for index, worker in enumerate(workers)

@@ -52,9 +52,14 @@ def load_reward(path: str) -> RewardFunction:
 
 
 def score(function: RewardFunction, samples: Sequence[Sample], answer: str) -> list[float | None]:
-    """Call a reward function and check what comes back. RewardError names the function and the fault."""
+    """Call a reward function and check what comes back. RewardError names the function and the fault, also when it
+    raises.
+    """
     name = f"{function.__module__}:{getattr(function, '__name__', function)}"
-    values = function(samples, answer)
+    try:
+        values = function(samples, answer)
+    except Exception as error:
+        raise RewardError(f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or len(values) != len(samples):
         got = f"{len(values)} values" if isinstance(values, Sequence) else repr(values)
         raise RewardError(f"{name} returned {got} for {len(samples)} samples; it must return a list, one value each")

@@ -132,10 +132,10 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, Any]]:
 def _forget_moe_kernels(model: Any) -> None:
     """Make the reload prepack the experts again.
 
-    vLLM 0.32 prepacks expert weights for CPU only when a layer has no kernel yet, so from the second load on it would
-    read the new, unpacked weights as packed ones: other log-probabilities without an error. Harmless elsewhere than on
-    CPU with eager execution. Can go once `UnquantizedFusedMoEMethod._setup_kernel` prepacks on weight updates too; the
-    engine test that pushes unchanged experts three times then passes without it.
+    vLLM 0.32 prepacks expert weights for CPU only when a layer has no kernel yet. From the second load on it would,
+    depending on the CPU, read the new, unpacked weights as packed ones or compute with the old packed copy: wrong
+    log-probabilities without an error. Can go once `UnquantizedFusedMoEMethod._setup_kernel` prepacks on weight updates
+    too; the engine tests that sync experts, changed and unchanged, then pass without it.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

@@ -55,7 +55,7 @@ class SamplingConfig(Section):
     """
 
     group_size: Annotated[int, Field(ge=2)] = 8
-    temperature: Annotated[float, Field(ge=0.05, le=5.0)] = 1.0
+    temperature: Annotated[float, Field(ge=0.05, le=2.0)] = 1.0  # vLLM accepts no more than 2
     max_tokens: Positive = 64
     top_p: float = 1.0
     top_k: int = 0

@@ -65,7 +65,7 @@ class Progress:
 
     def _show_step(self, row: dict[str, Any]) -> None:
         if not self._header_shown:
-            self._console.print("".join(f"{name:>{width}}" for name, width in _COLUMNS), style="bold")
+            self._console.print("".join(f"{name:>{width}}" for name, width in _COLUMNS), style="bold", soft_wrap=True)
             self._header_shown = True
         self._step = row["step"] + 1
         cells = (

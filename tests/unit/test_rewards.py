@@ -50,6 +50,14 @@ def test_a_wrong_answer_of_a_reward_function_is_an_error_that_names_it(values, m
     assert message in str(error.value)
 
 
+def test_an_exception_of_a_reward_function_is_an_error_that_names_it():
+    def custom(samples, answer):
+        raise KeyError("column")
+
+    with pytest.raises(RewardError, match="custom raised KeyError: 'column'"):
+        score(custom, FOUR, "12")
+
+
 def test_unscored_stays_unscored_and_numbers_of_any_kind_become_floats():
     values = score(returning([1, None, np.float32(0.5), True]), FOUR, "12")
     assert values == [1.0, None, 0.5, 1.0]

@@ -1,0 +1,189 @@
+"""The whole loop on two Ray nodes: the real hub, workers and learner, with a deterministic engine in vLLM's place."""
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import ray
+import tiny_moe
+import torch
+from engine_factories import broken_engine, fake_engine
+from ray.cluster_utils import Cluster
+from transformers import AutoModelForCausalLM
+
+from learner.main import run_learner
+from rollout.main import run_workers
+from shared.config import Config
+from shared.config_file import parse_config
+from shared.errors import RunFailed
+from shared.hub import start_hub
+from shared.hub_client import connect, report_failure
+from shared.run_files import read_evaluations, read_metrics, read_spans, read_syncs
+from shared.spans import overlap_s, union
+
+ROLLOUT_NODE = "rollout_node"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two nodes on this host; only the second one may hold rollout workers. Their processes find the fakes."""
+    tests = Path(__file__).parents[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests / "fakes")]))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        nodes.add_node(num_cpus=1, resources={ROLLOUT_NODE: 100})
+        ray.init(address=nodes.address, log_to_driver=False)
+        yield
+        ray.shutdown()
+        nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    tiny_moe.make_model().save_pretrained(path)
+    tiny_moe.make_tokenizer().save_pretrained(path)
+    return path
+
+
+@dataclass
+class Run:
+    config: Config
+    directory: Path
+    status: Any
+
+
+def run_loop(name: str, model: Path, folder: Path, engine: Any = fake_engine, **sections: Any) -> Run:
+    """Run learner and workers against one hub. What a side raises is raised here, the learner's first."""
+    values: dict[str, Any] = {
+        "run": {"name": name, "directory": str(folder)},
+        "model": {"path": str(model)},
+        "prompts": {"style": "plain", "digits": 2, "num_held_out": 4},
+        "sampling": {"group_size": 4, "max_tokens": 6},
+        "rollout": {"max_model_len": 32, "workers": 2, "dtype": "float32"},
+        "learner": {"steps": 4, "prompts_per_step": 4, "minibatches": 2, "autocast": "off", "lr": 1e-3},
+    }
+    for section, given in sections.items():
+        values[section] = values.get(section, {}) | given
+    config = parse_config(values)
+    directory = folder / name
+    directory.mkdir()
+    hub = start_hub(config, directory)
+    errors: list[BaseException] = []
+
+    def workers() -> None:
+        try:
+            run_workers(config, directory, engine, {ROLLOUT_NODE: 1})
+        except BaseException as error:
+            errors.append(error)
+            report_failure(connect(name), "rollout", str(error))
+
+    thread = threading.Thread(target=workers)
+    thread.start()
+    try:
+        run_learner(config, directory)
+    finally:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return Run(config, directory, ray.get(hub.status.remote()))
+
+
+@pytest.fixture(scope="module")
+def finished(cluster: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run at staleness 1 with the reward a function of the text, so that groups have mixed rewards."""
+    folder = tmp_path_factory.mktemp("runs")
+    reward = {"function": "example_rewards:even_length"}
+    return run_loop("stale", model, folder, reward=reward, learner={"micro_batch_tokens": 32})
+
+
+def test_every_group_is_trained_once_and_the_account_balances(finished: Run) -> None:
+    status = finished.status
+    assert (status.issued, status.trained, status.pending, dict(status.dropped)) == (16, 16, 0, {})
+    rows = pandas.read_parquet(finished.directory / "trajectories")
+    assert len(rows) == 16 * 4
+    assert sorted(rows.group_number.unique()) == list(range(16))
+    assert (rows.step == rows.group_number // 4).all()
+
+
+def test_versions_only_grow_and_staleness_keeps_its_bound(finished: Run) -> None:
+    metrics = read_metrics(finished.directory)
+    assert [row["step"] for row in metrics] == [0, 1, 2, 3]
+    assert max(row["staleness_max"] for row in metrics) == 1
+    assert metrics[0]["staleness_max"] == 0
+    for worker in {sync.worker_id for sync in read_syncs(finished.directory)}:
+        versions = [s.version for s in read_syncs(finished.directory) if s.worker_id == worker]
+        assert versions == sorted(set(versions))
+
+
+def test_workers_and_learner_are_on_different_nodes(finished: Run) -> None:
+    nodes = {path.read_text() for path in finished.directory.parent.glob("stale-worker-*.node")}
+    assert len(nodes) == 1
+    assert ray.get_runtime_context().get_node_id() not in nodes
+
+
+def test_at_staleness_1_both_sides_are_busy_at_once(finished: Run) -> None:
+    spans = read_spans(finished.directory)
+    generate = union(s for s in spans if s.name == "generate")
+    train = union(s for s in spans if s.name == "train")
+    assert overlap_s(generate, train) > 0
+
+
+def test_weights_travel_in_the_engines_names_and_are_all_used(finished: Run, model: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        num_bytes = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - not a dict
+    assert {sync.num_bytes for sync in read_syncs(finished.directory)} == {num_bytes}
+    final = AutoModelForCausalLM.from_pretrained(finished.directory / "checkpoints" / "final")
+    start = AutoModelForCausalLM.from_pretrained(model)
+    moved = [not torch.equal(a, b) for a, b in zip(final.parameters(), start.parameters(), strict=True)]
+    assert any(moved)
+
+
+def test_held_out_prompts_are_evaluated_before_and_after(finished: Run) -> None:
+    evaluations = read_evaluations(finished.directory)
+    assert [(e.version, e.num_samples) for e in evaluations] == [(0, 16), (4, 16)]
+
+
+def test_objects_of_old_versions_are_released(finished: Run) -> None:
+    from ray._private.internal_api import memory_summary
+
+    summary = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
+    used_mib = float(summary.split("Plasma memory usage ")[1].split(" MiB")[0])
+    one_version_mib = read_syncs(finished.directory)[0].num_bytes / 2**20
+    assert used_mib < 3 * one_version_mib  # four versions of about 4 MiB were published
+
+
+def test_staleness_0_is_the_synchronous_loop(cluster: None, model: Path, tmp_path: Path) -> None:
+    reward = {"function": "example_rewards:even_length"}
+    run = run_loop("synchronous", model, tmp_path, sync={"max_staleness": 0}, reward=reward)
+    assert [row["staleness_max"] for row in read_metrics(run.directory)] == [0, 0, 0, 0]
+    spans = read_spans(run.directory)
+    generate = union(s for s in spans if s.name == "generate")
+    assert overlap_s(generate, union(s for s in spans if s.name == "train")) == 0
+
+
+def test_equal_rewards_move_the_version_and_send_no_weights(cluster: None, model: Path, tmp_path: Path) -> None:
+    run = run_loop("flat", model, tmp_path, reward={"function": "example_rewards:always_one"})
+    assert [row["num_updates"] for row in read_metrics(run.directory)] == [0, 0, 0, 0]
+    assert run.status.published_version == 4
+    assert {sync.num_bytes for sync in read_syncs(run.directory)} == {0}
+
+
+def test_a_group_that_cannot_be_scored_is_replaced_and_counted(cluster: None, model: Path, tmp_path: Path) -> None:
+    run = run_loop("dropped", model, tmp_path, reward={"function": "example_rewards:fails_for_odd_sums"})
+    assert run.status.trained == 16
+    assert run.status.dropped["reward_error"] == run.status.issued - 16 > 0
+
+
+def test_a_worker_that_fails_stops_the_learner_with_its_traceback(cluster: None, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="no engine on this host"):
+        run_loop("broken", model, tmp_path, engine=broken_engine)

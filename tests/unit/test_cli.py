@@ -1,0 +1,78 @@
+"""The command line as a person meets it: in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.config_file import load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "scripts" / "configs").glob("*.toml"))
+MINIMAL = '[model]\npath = "{model}"\n'
+
+
+def seqrelay(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shared.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    path = tmp_path / "first.toml"
+    path.write_text(MINIMAL.format(model=model))
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    assert load_config(path).run.name
+
+
+def test_there_are_shipped_configs() -> None:
+    assert {path.stem for path in CONFIGS} >= {"demo", "tiny_moe"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("learner.clip_hgih=0.1", ["unknown key 'learner.clip_hgih'", "'clip_high'"]),
+        ("learner.minibatches=3", ["learner.minibatches = 3", "learner.prompts_per_step = 8", "[1, 2, 4, 8]"]),
+        ("sampling.top_p=0.8", ["sampling.top_p = 0.8", "Set sampling.top_p = 1.0"]),
+        ("learner.lr=fast", ["learner.lr = 'fast'"]),
+        ("learner", ["not of the form section.key=value"]),
+        ("model.path=nowhere", ["model.path = 'nowhere'", "no config.json"]),
+        ("run.name=../up", ["run.name = '../up'"]),
+    ],
+)
+def test_a_bad_config_ends_with_code_2_and_says_what_to_change(toml: Path, override: str, said: list[str]) -> None:
+    result = seqrelay("train", str(toml), override)
+    assert result.returncode == 2, result.stderr
+    assert not [text for text in said if text not in result.stderr], result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_run_directory_is_never_overwritten(toml: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    result = seqrelay("train", str(toml), f"run.directory={tmp_path / 'runs'}")
+    assert result.returncode == 2
+    assert "exists already and is never overwritten" in result.stderr
+
+
+def test_a_missing_file_ends_with_code_2(tmp_path: Path) -> None:
+    result = seqrelay("train", str(tmp_path / "no.toml"))
+    assert result.returncode == 2
+    assert "no.toml: cannot be read (No such file or directory)" in result.stderr
+
+
+def test_a_bad_config_is_refused_before_anything_heavy_is_imported(toml: Path) -> None:
+    probe = (
+        "import sys; from shared.cli import main; code = main(sys.argv[1:]); "
+        "print(code, sorted({'ray', 'torch', 'vllm', 'transformers', 'pyarrow'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", probe, "train", str(toml), "learner.lr=0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "2 []", (result.stdout, result.stderr)
