@@ -116,8 +116,8 @@ def choose_device(setting: str) -> torch.device:
 def choose_autocast(setting: str, device: torch.device, model_config: Any) -> torch.dtype | None:
     """The autocast type for `learner.autocast`, None for plain float32.
 
-    "auto" takes bfloat16 where the hardware multiplies it: on such CPUs (avx512_bf16, AMX) a dense model trains 1.6
-    to 1.8 times as fast on one core as in float32; without, it would be slower. MoE models stay float32 on a CPU.
+    "auto" takes bfloat16 where the hardware multiplies it: on such CPUs (avx512_bf16, AMX) a dense model trains 1.5
+    to 1.7 times as fast on one core as in float32; without, bfloat16 is emulated. MoE models stay float32 on a CPU.
     """
     if setting == "bfloat16":
         return torch.bfloat16

@@ -26,7 +26,7 @@ from shared.protocols import Completion, GenerateRequest
 from shared.records import Float32Array, Manifest
 from shared.weights import SAFETENSORS_DTYPES, check_manifest
 
-SHUTDOWN_S = 3.0  # vLLM's children need about 2 s to clean up; then they are killed
+SHUTDOWN_S = 5.0  # vLLM's children need 2 to 3 s to clean up, shared memory included; then they are killed
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, Any]:
