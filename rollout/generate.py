@@ -20,7 +20,6 @@ from shared.protocols import Completion, Engine
 from shared.records import Group, Rollout, Ticket
 from shared.spans import Recorder
 
-
 # A completion, and how many were rejected before it.
 Sampled = tuple[Completion, int]
 

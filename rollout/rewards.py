@@ -48,7 +48,7 @@ def load_reward(path: str) -> RewardFunction:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"reward.function = {path!r}: {module_name!r} has no function {function_name!r}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def score(function: RewardFunction, samples: Sequence[Sample], answer: str) -> list[float | None]:

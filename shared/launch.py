@@ -48,9 +48,13 @@ def _private_cluster(config: Config, run_directory: Path) -> Iterator[str]:
     from shared.hub import start_hub
 
     context = ray.init(
-        address="local", namespace=config.run.name, include_dashboard=False, log_to_driver=False, logging_level="warning",
+        address="local",
+        namespace=config.run.name,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="warning",
         _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+    )
     hub = None
     try:
         hub = start_hub(config, run_directory)

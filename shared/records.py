@@ -107,7 +107,7 @@ class Group:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: bytes [start, end) of bucket number `bucket`; `digest` is the BLAKE3 hex of those bytes."""
+    """Where one tensor lies: bytes [start, end) of bucket `bucket`; `digest` is the BLAKE3 hex of those bytes."""
 
     name: str
     dtype: str

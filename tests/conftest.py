@@ -10,6 +10,8 @@ from shared.config import Config
 from shared.config_file import parse_config
 from shared.records import Group, Rollout, Segment, Ticket
 
+pytest.register_assert_rewrite("engine_contract")  # show what differs when an assertion of the shared suite fails
+
 
 def _make_rollout(seed: int, spans: Sequence[tuple[int, int]], with_logprobs: bool, reward: float | None) -> Rollout:
     """One completion; `spans` are (policy version, tokens) in order."""

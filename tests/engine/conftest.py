@@ -8,7 +8,6 @@ SmolLM2 comes from `make models`; without it the tests that need it are skipped.
 import asyncio
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
-pytest.register_assert_rewrite("engine_contract")
-
-from shared.config import Config  # noqa: E402
-from shared.protocols import Completion, GenerateRequest  # noqa: E402
-from shared.records import Manifest  # noqa: E402
-from shared.weights import bucket_entries  # noqa: E402
+from shared.config import Config
+from shared.protocols import Completion, GenerateRequest
+from shared.records import Manifest
+from shared.weights import bucket_entries
 
 SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2-135m"
 NUM_BUCKETS = 3

@@ -10,12 +10,12 @@ from typing import Any
 import pandas
 import pytest
 import ray
-import tiny_moe
 import torch
 from engine_factories import broken_engine, fake_engine
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM
 
+import tiny_moe
 from learner.main import run_learner
 from rollout.main import run_workers
 from shared.config import Config

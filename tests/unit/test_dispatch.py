@@ -11,10 +11,11 @@ CONFIG = parse_config({"model": {"path": "m"}, "sampling": {"max_tokens": 100}, 
 
 
 def test_no_two_requests_of_a_run_share_a_seed():
+    names = itertools.product(range(20), range(2), range(2), range(8), range(2))
     seeds = [
         rollout_request(CONFIG, Ticket(GroupId(number, replacement), attempt), member, count, [1], 0).seed
-        for number, replacement, attempt, member, count in itertools.product(range(20), range(2), range(2), range(8), range(2))
-    ]  # fmt: skip
+        for number, replacement, attempt, member, count in names
+    ]
     seeds += [evaluation_request(CONFIG, 0, prompt, sample, [1]).seed for prompt in range(16) for sample in range(4)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**62 for seed in seeds)

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import tiny_moe
 import torch
 from pydantic import BaseModel
 from tiny_models import tiny_group, tiny_model
 
+import tiny_moe
 from learner.main import step_plan
 from learner.optim import Optimizer
 from learner.policy import Policy, choose_device
@@ -31,8 +32,10 @@ from shared.config import Config
 from shared.config_file import parse_config
 from shared.errors import ConfigError
 from shared.hub import Hub
+from shared.protocols import Completion
 from shared.records import GroupId, Rollout, Segment, Ticket
 
+REWARDS = "rollout.rewards"
 MIXED = [1.0, 0.0, 1.0, 0.0]
 GROUPS = [tiny_group(n, MIXED, lengths=[8, 3, 5, 8]) for n in range(4)]
 
@@ -129,16 +132,17 @@ def learner_threads(config: Config) -> Any:
     import learner.main
 
     seen: list[int] = []
-    with patch.object(torch, "set_num_threads", seen.append), patch.object(learner.main, "connect", side_effect=KeyError):
-        with pytest.raises(KeyError):
-            learner.main.run_learner(config, Path())
+    with (
+        patch.object(torch, "set_num_threads", seen.append),
+        patch.object(learner.main, "connect", side_effect=KeyError),
+        pytest.raises(KeyError),
+    ):
+        learner.main.run_learner(config, Path())
     return seen
 
 
 def generator_payload(config: Config) -> Any:
-    from shared.protocols import Completion
-
-    completion = Completion([5, 6], torch.tensor([-0.5, -0.25]).numpy(), ((0, 0, 2),), "stop")
+    completion = Completion(np.array([5, 6], np.int32), np.array([-0.5, -0.25], np.float32), ((0, 0, 2),), "stop")
     generator = GroupGenerator(config, None, None, None, None)
     return generator._rollout(completion, 1.0).behavior_logprobs is None
 
@@ -152,7 +156,11 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "prompts.style": ("chat", "plain", prompts),
     "prompts.digits": (1, 2, prompts),
     "prompts.num_held_out": (8, 16, prompts),
-    "reward.function": ("rollout.rewards:last_number", "rollout.rewards:exact_match", lambda c: load_reward(c.reward.function)),
+    "reward.function": (
+        "rollout.rewards:last_number",
+        "rollout.rewards:exact_match",
+        lambda c: load_reward(c.reward.function),
+    ),
     "sampling.group_size": (4, 8, lambda c: members(c)),
     "sampling.temperature": (1.0, 0.6, request),
     "sampling.max_tokens": (8, 9, request),
@@ -202,7 +210,7 @@ def members(config: Config) -> int:
     class Engine:
         async def generate(self, request: Any) -> Any:
             asked.append(request)
-            return SimpleNamespace(token_ids=torch.tensor([1]).numpy(), finish_reason="stop", logprobs=torch.zeros(1).numpy(), version_spans=((0, 0, 1),))
+            return Completion(np.array([1], np.int32), np.zeros(1, np.float32), ((0, 0, 1),), "stop")
 
     decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
     generator = GroupGenerator(config, Engine(), decoder, lambda samples, answer: [1.0] * len(samples), Recorder("w"))
@@ -273,10 +281,17 @@ def observed(option: str, value: Any, observe: Callable[..., Any], folders: dict
         "rollout": {"max_model_len": 64},
         "prompts": {"num_held_out": 4},
         "learner": {
-            "autocast": "off", "prompts_per_step": 4, "minibatches": 1, "steps": 2, "lr": 1e-3, "micro_batch_tokens": 64,
-            "clip_low": 0.2, "clip_high": 0.3, "max_grad_norm": 0.01,
+            "autocast": "off",
+            "prompts_per_step": 4,
+            "minibatches": 1,
+            "steps": 2,
+            "lr": 1e-3,
+            "micro_batch_tokens": 64,
+            "clip_low": 0.2,
+            "clip_high": 0.3,
+            "max_grad_norm": 0.01,
         },
-    }  # fmt: skip
+    }
     if option == "learner.schedule":
         values["learner"]["steps"] = 8
     if option == "model.path":

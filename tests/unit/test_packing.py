@@ -92,7 +92,7 @@ def test_nothing_gives_no_batches() -> None:
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2**31))
 def test_minibatches_deal_whole_groups_evenly(size: int, num_minibatches: int, seed: int) -> None:
     indices = list(range(100, 100 + size * num_minibatches))
-    np.random.seed(1)  # noqa: NPY002 - the global generator must not matter
+    np.random.seed(1)  # the global generator must not matter
     parts = split_minibatches(indices, num_minibatches, seed)
     assert [len(p) for p in parts] == [size] * num_minibatches
     assert sorted(i for p in parts for i in p) == indices

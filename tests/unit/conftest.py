@@ -1,6 +1,0 @@
-"""Makes the fakes importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
