@@ -17,7 +17,7 @@ from rollout.receive import Staged, Staging
 from shared.config import Config
 from shared.errors import RewardError, RolloutRejected
 from shared.protocols import Engine, GroupSource, VersionFeed
-from shared.records import Manifest, Publication, SyncReport, Ticket
+from shared.records import Manifest, ProbeReport, Publication, SyncReport, Ticket
 from shared.schema import encode_group
 from shared.spans import Recorder, Timing
 
@@ -124,8 +124,6 @@ class Worker:
                 with self._recorder.span("load", version):
                     parts = await self._engine.load(manifest, staged.files)
                 self._active_version, self._active_weights_version = version, manifest.weights_version
-        with self._recorder.span("probe", version) as probed:
-            probe_max_abs = await self._probe(manifest)
         report = SyncReport(
             worker_id=self._recorder.lane,
             version=version,
@@ -136,10 +134,10 @@ class Worker:
             pause_s=parts["pause_s"],
             load_s=parts["load_s"],
             resume_s=parts["resume_s"],
-            probe_s=probed.duration_s,
-            probe_max_abs=probe_max_abs,
         )
         await self._hub.report([report])
+        if manifest.probe:
+            await self._probe(manifest)
 
     async def _receive(self, publication: Publication, until_loaded: contextlib.ExitStack) -> tuple[Timing, Staged]:
         """Fetch the buckets from the object store, check them and stage them as files until the load is done."""
@@ -151,11 +149,11 @@ class Worker:
             staged = await asyncio.to_thread(until_loaded.enter_context, staging)
         return fetched, staged
 
-    async def _probe(self, manifest: Manifest) -> float | None:
-        """Largest |engine - learner| over the probe's log-probabilities (nats); None without a probe."""
-        scores = [self._engine.score(p.token_ids.tolist(), p.first) for p in manifest.probe]
-        differences = [
-            float(np.max(np.abs(scored - probe.logprobs)))
-            for scored, probe in zip(await asyncio.gather(*scores), manifest.probe, strict=True)
-        ]
-        return max(differences, default=None)
+    async def _probe(self, manifest: Manifest) -> None:
+        """Score the probe's sequences and report the largest difference from the learner's log-probabilities."""
+        with self._recorder.span("probe", manifest.version) as probed:
+            scores = await asyncio.gather(*[self._engine.score(p.token_ids.tolist(), p.first) for p in manifest.probe])
+        differences = [np.abs(s - p.logprobs) for s, p in zip(scores, manifest.probe, strict=True)]
+        max_abs, num_tokens = float(np.max(np.concatenate(differences))), sum(map(len, differences))
+        worker_id, version = self._recorder.lane, manifest.version
+        await self._hub.report([ProbeReport(worker_id, version, num_tokens, max_abs, probed.duration_s)])

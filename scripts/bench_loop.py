@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from shared.records import Span
-from shared.run_files import read_metrics, read_spans, read_syncs
+from shared.run_files import read_metrics, read_probes, read_spans, read_syncs
 from shared.spans import covered_s, overlap_s, union
 
 _SYNC_SPANS = ("fetch", "stage", "load", "probe")
-_SYNC_PARTS = ("fetch_s", "digest_s", "stage_s", "pause_s", "load_s", "resume_s", "probe_s")
+_SYNC_PARTS = ("fetch_s", "digest_s", "stage_s", "pause_s", "load_s", "resume_s")
 
 
 def main() -> int:
@@ -80,6 +80,7 @@ def measure(run_directory: Path) -> dict[str, Any]:
             "count": len(syncs),
             "bytes_each": syncs[0].num_bytes if syncs else 0,
             **{part: sum(getattr(s, part) for s in syncs) for part in _SYNC_PARTS},
+            "probe_s": sum(p.probe_s for p in read_probes(run_directory)),
         },
         "completion_tokens": sum(row["completion_tokens"] for row in read_metrics(run_directory)),
     }

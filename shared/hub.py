@@ -23,7 +23,7 @@ from shared.errors import HubError, RunFailed
 from shared.hub_state import CurrentPublication, Evaluations, HubStatus, Taken, WorkerStatus
 from shared.jsonl import JsonLines
 from shared.ledger import GroupRow, Ledger, LedgerRules
-from shared.records import EvalReport, Group, Publication, Span, StepPlan, SyncReport, Ticket, Work
+from shared.records import EvalReport, Group, ProbeReport, Publication, Report, Span, StepPlan, SyncReport, Ticket, Work
 from shared.schema import decode_group
 from shared.spans import now_s
 from shared.store import Store, write_trajectories
@@ -53,7 +53,8 @@ class Hub:
         self._publication = CurrentPublication()
         self._evaluations = Evaluations((0, learner.steps) if config.evaluation.samples else ())
         self._files = {
-            kind: JsonLines(run_directory / f"{kind}.jsonl") for kind in ("metrics", "spans", "syncs", "evaluations")
+            kind: JsonLines(run_directory / f"{kind}.jsonl")
+            for kind in ("metrics", "spans", "syncs", "probes", "evaluations")
         }
         self._poll_s = poll_s
         self._failure: str | None = None
@@ -95,11 +96,17 @@ class Hub:
         if dropped:
             self._save([ticket])
 
-    async def report(self, reports: Sequence[SyncReport | EvalReport | Span]) -> None:
-        """Append to spans.jsonl, syncs.jsonl and evaluations.jsonl. A second result of one evaluation is left out."""
+    async def report(self, reports: Sequence[Report]) -> None:
+        """Append to spans, syncs, probes and evaluations.jsonl. A second result of one evaluation is left out.
+
+        A worker that reports a sync is served at its new version at once, also in a poll that it began at the old one.
+        """
         with self._durable():
             self._files["spans"].append(asdict(r) for r in reports if isinstance(r, Span))
             self._files["syncs"].append(asdict(r) for r in reports if isinstance(r, SyncReport))
+            self._files["probes"].append(asdict(r) for r in reports if isinstance(r, ProbeReport))
+        for sync in (r for r in reports if isinstance(r, SyncReport)):
+            self._seen(sync.worker_id, sync.version)
         for result in (r for r in reports if isinstance(r, EvalReport)):
             if self._evaluations.finish(result.version):
                 with self._durable():
@@ -186,6 +193,7 @@ class Hub:
     def _work_for(self, worker_id: str, active_version: int, max_groups: int) -> Work | None:
         if self._failure or self._finished():
             return Work(stop=True)
+        active_version = max(active_version, self._active_version(worker_id))
         version = self._evaluations.hand_out(worker_id, active_version)
         if version is not None:
             return Work(evaluate_version=version)
@@ -237,6 +245,9 @@ class Hub:
     def _seen(self, worker_id: str, active_version: int | None = None) -> None:
         _, last_active = self._workers.get(worker_id, (0.0, -1))
         self._workers[worker_id] = (time.monotonic(), last_active if active_version is None else active_version)
+
+    def _active_version(self, worker_id: str) -> int:
+        return self._workers[worker_id][1]
 
     def _save(self, tickets: Sequence[Ticket]) -> None:
         self._save_rows([self._ledger.row(ticket.group) for ticket in tickets])

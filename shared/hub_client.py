@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from shared.errors import HubError, RunFailed
 from shared.hub import HUB_NAME, MetricRow
 from shared.hub_state import HubStatus, Taken
-from shared.records import EvalReport, Publication, Span, StepPlan, SyncReport, Ticket, Work
+from shared.records import Publication, Report, Span, StepPlan, Ticket, Work
 
 _LOG = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.2
@@ -61,7 +61,7 @@ class AsyncHubClient:
         with _plain_errors():
             await self._hub.give_up.remote(worker_id, ticket, reason, detail)
 
-    async def report(self, reports: Sequence[SyncReport | EvalReport | Span]) -> None:
+    async def report(self, reports: Sequence[Report]) -> None:
         if reports:
             with _plain_errors():
                 await self._hub.report.remote(reports)

@@ -43,6 +43,7 @@ def _private_cluster(config: Config, run_directory: Path) -> Iterator[str]:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # inherited by our children, never written down
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve the engines beside the learner
     import ray
 
     from shared.hub import start_hub

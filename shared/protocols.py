@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 from shared.records import (
-    EvalReport,
     FinishReason,
     Float32Array,
     Int32Array,
     Manifest,
     Publication,
-    Span,
+    Report,
     StepPlan,
-    SyncReport,
     Ticket,
     Work,
 )
@@ -42,8 +40,8 @@ class GroupSource(Protocol):
         """This group cannot be finished: it is dropped with `reason` and its number goes to a replacement."""
         ...
 
-    async def report(self, reports: Sequence[SyncReport | EvalReport | Span]) -> None:
-        """What happened on this worker, for metrics and the trace."""
+    async def report(self, reports: Sequence[Report]) -> None:
+        """What happened on this worker. A SyncReport also tells the hub which version is active on it from now on."""
         ...
 
 

@@ -178,7 +178,7 @@ class Work:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync as one worker saw it. Seconds by part; `probe_max_abs` in nats, None without a probe."""
+    """`version` is active on this worker: what its sync cost, in seconds by part. No bytes: the weights stand."""
 
     worker_id: str
     version: int
@@ -189,8 +189,17 @@ class SyncReport:
     pause_s: float
     load_s: float
     resume_s: float
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Engine against learner on the probe of `version`: the largest |difference| of its log-probabilities (nats)."""
+
+    worker_id: str
+    version: int
+    num_tokens: int
+    max_abs: float
     probe_s: float
-    probe_max_abs: float | None
 
 
 @dataclass(frozen=True)
@@ -222,3 +231,6 @@ class Span:
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
+
+
+Report = SyncReport | ProbeReport | EvalReport | Span

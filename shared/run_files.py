@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.records import EvalReport, Span, SyncReport
+from shared.records import EvalReport, ProbeReport, Span, SyncReport
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -26,6 +26,10 @@ def read_spans(run_directory: Path) -> list[Span]:
 
 def read_syncs(run_directory: Path) -> list[SyncReport]:
     return [SyncReport(**row) for row in read_rows(run_directory / "syncs.jsonl")]
+
+
+def read_probes(run_directory: Path) -> list[ProbeReport]:
+    return [ProbeReport(**row) for row in read_rows(run_directory / "probes.jsonl")]
 
 
 def read_evaluations(run_directory: Path) -> list[EvalReport]:

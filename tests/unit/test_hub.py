@@ -18,6 +18,7 @@ from shared.records import (
     Group,
     GroupId,
     Manifest,
+    ProbeReport,
     Publication,
     Span,
     StepPlan,
@@ -292,10 +293,28 @@ def test_the_first_and_the_last_version_are_evaluated_once(
 def test_reports_go_to_their_files(make_hub: MakeHub, tmp_path: Path) -> None:
     hub = make_hub()
     span = Span("w0", "load", 1.0, 2.5, 1, "13 MB")
-    sync = SyncReport("w0", 1, 13, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, None)
-    run(hub.report([span, sync, span]))
+    sync = SyncReport("w0", 1, 13, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    probe = ProbeReport("w0", 1, 40, 2e-6, 0.7)
+    run(hub.report([span, sync, span, probe]))
     assert [Span(**row) for row in rows(tmp_path / "spans.jsonl")] == [span, span]
     assert [SyncReport(**row) for row in rows(tmp_path / "syncs.jsonl")] == [sync]
+    assert [ProbeReport(**row) for row in rows(tmp_path / "probes.jsonl")] == [probe]
+
+
+def test_a_sync_reported_during_a_poll_brings_work_at_the_new_version(make_hub: MakeHub, make_group: MakeGroup) -> None:
+    hub = make_hub(poll_s=5.0, sync={"max_staleness": 0})
+
+    async def story() -> None:
+        await work(hub, make_group)
+        waiting = asyncio.create_task(hub.next_work("w0", 0, 9))
+        await train(hub, 0)
+        await asyncio.sleep(0.05)
+        assert not waiting.done()  # published, and not active on the worker yet
+        await hub.report([SyncReport("w0", 1, 13, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)])
+        async with asyncio.timeout(1):
+            assert [ticket.group.number for ticket in (await waiting).tickets] == [2, 3]
+
+    run(story())
 
 
 def test_a_metric_that_does_not_exist_is_none_never_nan(make_hub: MakeHub) -> None:
