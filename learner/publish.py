@@ -14,7 +14,7 @@ from learner.packing import pack
 from learner.policy import Policy
 from shared.config import Config
 from shared.errors import WeightSyncError
-from shared.records import Group, Manifest, ProbeSequence, Publication, Rollout, TensorEntry
+from shared.records import Group, Manifest, ProbeSequence, Publication, TensorEntry
 from shared.weights import Blob, bucket_entries, check_manifest, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,15 +70,17 @@ def _engine_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def make_probe(
-    policy: Policy, groups: Sequence[Group], num: int, *, micro_batch_tokens: int, chunk_tokens: int
+    policy: Policy, groups: Sequence[Group], num: int, *, max_tokens: int, micro_batch_tokens: int, chunk_tokens: int
 ) -> tuple[ProbeSequence, ...]:
     """The first `num` non-empty rollouts with the policy's own log-probabilities at temperature 1.
 
-    They are computed in the precision the policy trains in, each sequence in a row of its own.
+    Prompt and completion are cut after `max_tokens`, the most that the engine can score. They are computed in the
+    precision the policy trains in, each sequence in a row of its own.
     """
-    chosen: list[tuple[Group, Rollout]] = [(g, r) for g in groups for r in g.rollouts if r.num_tokens][:num]
-    sequences = [(g.prompt_ids, r.completion_ids) for g, r in chosen]
-    probe: list[ProbeSequence | None] = [None] * len(chosen)
+    rollouts = ((g.prompt_ids, r.completion_ids) for g in groups for r in g.rollouts)
+    cut = ((prompt, completion[: max(0, max_tokens - len(prompt))]) for prompt, completion in rollouts)
+    sequences = [(prompt, completion) for prompt, completion in cut if len(completion)][:num]
+    probe: list[ProbeSequence | None] = [None] * len(sequences)
     for batch in pack(sequences, micro_batch_tokens, share_prompts=False):
         logprobs_T = policy.completion_logprobs(batch, 1.0, chunk_tokens).cpu()
         for index, logprobs in zip(batch.indices_S, logprobs_T.split(batch.lengths_S.tolist()), strict=True):
@@ -128,6 +130,7 @@ class Publisher:
             self._policy,
             groups,
             self._config.sync.probe_sequences,
+            max_tokens=self._config.rollout.max_model_len - 1,  # scoring samples one token more
             micro_batch_tokens=learner.micro_batch_tokens,
             chunk_tokens=learner.logprob_chunk_tokens,
         )

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rollout.weight_receiver import BACKEND, ENGINE_VARIABLE
 from shared.config import Config
 from shared.errors import ConfigError
@@ -87,7 +89,9 @@ def start_error(config: Config, error: Exception) -> ConfigError:
     """A failed start as one short error. vLLM's children print their own traceback; it is not repeated here."""
     if fault := _memory_fault_here(config):
         return ConfigError(fault)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # The first line of vLLM's own validation says only how many errors there are.
+    text = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else str(error)
+    lines = text.strip().splitlines() or [type(error).__name__]
     return ConfigError(
         f"the engine for model.path = {config.model.path} did not start: {lines[0]} "
         f"Its processes logged the cause above; if it is memory, set rollout.memory_share (now "

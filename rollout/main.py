@@ -19,6 +19,7 @@ from rollout.receive import Staging
 from rollout.rewards import load_reward
 from rollout.worker import Worker
 from shared.config import Config
+from shared.errors import ConfigError
 from shared.hub_client import AsyncHubClient, connect
 from shared.protocols import Engine
 from shared.service import run_service
@@ -34,13 +35,21 @@ async def vllm_engine(config: Config, worker_index: int) -> Engine:
     return await VllmEngine.create(config, worker_index)
 
 
+def load_tokenizer(model_path: str) -> Any:
+    """The transformers tokenizer in the model's folder. ConfigError when its files cannot be used."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"model.path = {model_path}: its tokenizer cannot be used: {error!r}") from error
+
+
 class RolloutWorker:
     """The Ray actor: builds a worker from plain values inside its own process and runs it to the end."""
 
     async def run(self, config: Config, index: int, run_directory: Path, engine_factory: EngineFactory) -> None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+        tokenizer = load_tokenizer(config.model.path)
         recorder = Recorder(f"worker-{index}-{os.getpid()}")
         prompts = PromptSource(config, tokenizer)
         reward = load_reward(config.reward.function)

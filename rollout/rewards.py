@@ -43,8 +43,10 @@ def load_reward(path: str) -> RewardFunction:
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"reward.function = {path!r}: module {module_name!r} cannot be imported: {error}") from error
+    except Exception as error:  # the module's own errors too
+        raise ConfigError(
+            f"reward.function = {path!r}: module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"reward.function = {path!r}: {module_name!r} has no function {function_name!r}")

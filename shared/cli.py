@@ -4,12 +4,20 @@ Exit codes: 0 the run ended, 1 it failed, 2 the command or the config is wrong, 
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from shared.config import Config
 from shared.config_file import load_config
 from shared.errors import ConfigError, SeqrelayError
+
+# Without tokenizer files transformers makes one up, with an empty vocabulary.
+_MODEL_FILES = {
+    "config.json": ("config.json",),
+    "*.safetensors": ("*.safetensors",),
+    "tokenizer": ("tokenizer.*", "vocab.*", "*.model", "tekken.json"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except SeqrelayError as error:
         print(f"seqrelay: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,15 +54,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_paths(config: Config) -> Path:
-    """The new run's directory. ConfigError for a missing model or a directory that holds a run already."""
+    """The new run's directory. ConfigError for an incomplete model or a directory that holds a run already."""
     model = Path(config.model.path)
-    if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"model.path = {config.model.path!r}: no config.json there. Give a folder with a transformers checkpoint "
-            f"(config.json, safetensors, tokenizer); `make models` writes the small ones used by the examples."
-        )
+    for wanted, patterns in _MODEL_FILES.items():
+        if not any(any(model.glob(pattern)) for pattern in patterns):
+            raise ConfigError(
+                f"model.path = {config.model.path!r}: no {wanted} there. Give a folder with a transformers checkpoint "
+                f"(config.json, safetensors, tokenizer); `make models` writes the small ones used by the examples."
+            )
     run_directory = Path(config.run.directory) / config.run.name
-    if run_directory.exists():
+    if os.path.lexists(run_directory):
         raise ConfigError(
             f"run.name = {config.run.name!r}: {run_directory} exists already and is never overwritten. "
             f"Choose another name (run.name=...) or remove it."

@@ -43,9 +43,12 @@ class Progress:
         doing = f"step {self._step} of {self._num_steps}" if self._header_shown else "starting engine and learner"
         self._status.update(f"{doing}, {elapsed_s:.0f} s; logs in {self._run_directory / 'logs'}")
 
+    def close(self) -> None:
+        """Give the terminal back as it was."""
+        self._status.stop()
+
     def finish(self) -> None:
         """The last line: where everything is."""
-        self._status.stop()
         if not self._json_lines:
             self._console.print(f"run directory: {self._run_directory}", soft_wrap=True)
             self._console.print("final weights: checkpoints/final (loads with transformers and vLLM)")

@@ -2,7 +2,7 @@
 
 `moe` and `dense` compute in float32, where engine and transformers agree to rounding; `dense_bf16` in bfloat16. The
 MoE model is a small random one, saved with a generation_config.json full of sampling settings that must not matter.
-SmolLM2 comes from `make models`; without it the tests that need it are skipped.
+SmolLM2 comes from `make models`.
 """
 
 import asyncio
@@ -193,7 +193,7 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2_path() -> Path:
     path = Path(os.environ.get("SEQRELAY_TEST_SMOLLM2", SMOLLM2))
     if not (path / "config.json").is_file():
-        pytest.skip(f"{path} is not there; run `make models`")
+        pytest.fail(f"{path} is not there; run `make models`")
     return path
 
 

@@ -58,6 +58,14 @@ def test_prompts_of_different_lengths_align_token_by_token(moe: Any) -> None:
         np.testing.assert_allclose(completion.logprobs, moe.reference(prompt, completion), atol=2e-5, rtol=0)
 
 
+def test_more_prompts_at_once_than_one_engine_step_can_prefill(moe: Any) -> None:
+    """A seeded prompt that is prefilled in two parts ends vLLM 0.32 on CPU."""
+    moe.load(None)
+    prompts = [[2 + (i + j) % 90 for j in range(100)] for i in range(48)]
+    completions = moe.sample(prompts, 4)
+    assert moe.worst_log_ratio(prompts, completions) <= 1.0
+
+
 def test_a_cached_prompt_is_computed_again_under_new_weights(moe: Any) -> None:
     prompt = [2 + i % 90 for i in range(300)]
     moe.load(None)

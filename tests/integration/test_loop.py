@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny_moe
 from learner.main import run_learner
+from learner.step import StepResult, train_step
 from rollout.main import run_workers
 from shared.config import Config
 from shared.config_file import parse_config
@@ -98,10 +100,23 @@ def run_loop(name: str, model: Path, folder: Path, engine: Any = fake_engine, **
 
 @pytest.fixture(scope="module")
 def finished(cluster: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run at staleness 1 with the reward a function of the text, so that groups have mixed rewards."""
+    """A run at staleness 1 with mixed rewards. Steps take at least half a second, as those of a real model do."""
     folder = tmp_path_factory.mktemp("runs")
-    reward = {"function": "example_rewards:even_length"}
-    return run_loop("stale", model, folder, reward=reward, learner={"micro_batch_tokens": 32})
+
+    def slow_step(*arguments: Any) -> StepResult:
+        time.sleep(0.5)
+        return train_step(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learner.main.train_step", slow_step)
+        return run_loop("stale", model, folder, reward={"function": "example_rewards:even_length"})
+
+
+@pytest.fixture(scope="module")
+def synchronous(cluster: None, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run at staleness 0 in which half of the prompts cannot be scored and the others have equal rewards."""
+    reward = {"function": "example_rewards:fails_for_odd_sums"}
+    return run_loop("synchronous", model, tmp_path_factory.mktemp("runs"), reward=reward, sync={"max_staleness": 0})
 
 
 def test_every_group_is_trained_once_and_the_account_balances(finished: Run) -> None:
@@ -162,26 +177,22 @@ def test_objects_of_old_versions_are_released(finished: Run) -> None:
     assert used_mib < 3 * one_version_mib  # four versions of about 4 MiB were published
 
 
-def test_staleness_0_is_the_synchronous_loop(cluster: None, model: Path, tmp_path: Path) -> None:
-    reward = {"function": "example_rewards:even_length"}
-    run = run_loop("synchronous", model, tmp_path, sync={"max_staleness": 0}, reward=reward)
-    assert [row["staleness_max"] for row in read_metrics(run.directory)] == [0, 0, 0, 0]
-    spans = read_spans(run.directory)
+def test_staleness_0_is_the_synchronous_loop(synchronous: Run) -> None:
+    assert [row["staleness_max"] for row in read_metrics(synchronous.directory)] == [0, 0, 0, 0]
+    spans = read_spans(synchronous.directory)
     generate = union(s for s in spans if s.name == "generate")
     assert overlap_s(generate, union(s for s in spans if s.name == "train")) == 0
 
 
-def test_equal_rewards_move_the_version_and_send_no_weights(cluster: None, model: Path, tmp_path: Path) -> None:
-    run = run_loop("flat", model, tmp_path, reward={"function": "example_rewards:always_one"})
-    assert [row["num_updates"] for row in read_metrics(run.directory)] == [0, 0, 0, 0]
-    assert run.status.published_version == 4
-    assert {sync.num_bytes for sync in read_syncs(run.directory)} == {0}
+def test_equal_rewards_move_the_version_and_send_no_weights(synchronous: Run) -> None:
+    assert [row["num_updates"] for row in read_metrics(synchronous.directory)] == [0, 0, 0, 0]
+    assert synchronous.status.published_version == 4
+    assert {sync.num_bytes for sync in read_syncs(synchronous.directory)} == {0}
 
 
-def test_a_group_that_cannot_be_scored_is_replaced_and_counted(cluster: None, model: Path, tmp_path: Path) -> None:
-    run = run_loop("dropped", model, tmp_path, reward={"function": "example_rewards:fails_for_odd_sums"})
-    assert run.status.trained == 16
-    assert run.status.dropped["reward_error"] == run.status.issued - 16 > 0
+def test_a_group_that_cannot_be_scored_is_replaced_and_counted(synchronous: Run) -> None:
+    assert synchronous.status.trained == 16
+    assert synchronous.status.dropped["reward_error"] == synchronous.status.issued - 16 > 0
 
 
 def test_a_worker_that_fails_stops_the_learner_with_its_traceback(cluster: None, model: Path, tmp_path: Path) -> None:

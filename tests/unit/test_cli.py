@@ -21,7 +21,8 @@ def seqrelay(*arguments: str) -> subprocess.CompletedProcess[str]:
 def toml(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
     path = tmp_path / "first.toml"
     path.write_text(MINIMAL.format(model=model))
     return path
@@ -60,6 +61,26 @@ def test_a_run_directory_is_never_overwritten(toml: Path, tmp_path: Path) -> Non
     result = seqrelay("train", str(toml), f"run.directory={tmp_path / 'runs'}")
     assert result.returncode == 2
     assert "exists already and is never overwritten" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [("config.json", "config.json"), ("model.safetensors", "*.safetensors"), ("tokenizer.json", "tokenizer")],
+)
+def test_an_incomplete_model_ends_with_code_2(toml: Path, tmp_path: Path, file: str, named: str) -> None:
+    (tmp_path / "model" / file).rename(tmp_path / "model" / "tokenizer_config.json")
+    result = seqrelay("train", str(toml))
+    assert result.returncode == 2
+    assert f"no {named} there" in result.stderr
+
+
+def test_a_run_directory_that_cannot_be_made_ends_with_code_2(toml: Path, tmp_path: Path) -> None:
+    result = seqrelay("train", str(toml), f"run.directory={toml}")
+    assert result.returncode == 2
+    assert "cannot be made: Not a directory" in result.stderr
+    result = seqrelay("train", str(toml), f"run.directory={tmp_path}", f"run.name={'n' * 300}")
+    assert result.returncode == 2
+    assert "cannot be made: File name too long" in result.stderr
 
 
 def test_a_missing_file_ends_with_code_2(tmp_path: Path) -> None:

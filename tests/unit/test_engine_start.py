@@ -4,11 +4,12 @@ import os
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rollout import engine_start
 from rollout.engine import sampling_params, scoring_params
 from rollout.engine_start import engine_args, engine_environment, memory_fault, start_error, thread_environment
-from shared.config import Config
+from shared.config import Config, SamplingConfig
 from shared.errors import ConfigError
 from shared.protocols import GenerateRequest
 
@@ -112,3 +113,13 @@ def test_a_failed_start_is_one_short_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n" not in str(error)
     monkeypatch.setattr(engine_start, "_memory_fault_here", lambda _: "too little")
     assert str(start_error(config(), RuntimeError("x"))) == "too little"
+
+
+def test_what_vllm_itself_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_start, "_memory_fault_here", lambda _: None)
+    with pytest.raises(ValidationError) as refused:
+        SamplingConfig(top_p=0.5)
+    assert str(refused.value).startswith("1 validation error")
+    error = str(start_error(config(), refused.value))
+    assert "did not start: sampling.top_p = 0.5 would" in error
+    assert "1 validation error" not in error

@@ -102,7 +102,7 @@ def trained(config: Config) -> Any:
 def clipped(config: Config) -> Any:
     """Clip counts of a first step in which half of the sequences have log s = 0.1 and half have log s = -0.1."""
     policy = Policy.load(config)
-    probe = iter(make_probe(policy, GROUPS, 16, micro_batch_tokens=512, chunk_tokens=64))
+    probe = iter(make_probe(policy, GROUPS, 16, max_tokens=64, micro_batch_tokens=512, chunk_tokens=64))
 
     def shifted(rollout: Rollout, log_ratio: float) -> Rollout:
         loglik = float(next(probe).logprobs.sum()) - log_ratio * rollout.num_tokens
@@ -122,7 +122,7 @@ def published(config: Config) -> Any:
     )
     policy = Policy.load(config)
     num = config.sync.probe_sequences
-    probe = make_probe(policy, GROUPS, num, micro_batch_tokens=512, chunk_tokens=64)
+    probe = make_probe(policy, GROUPS, num, max_tokens=64, micro_batch_tokens=512, chunk_tokens=64)
     return [t.dtype for t in manifest.tensors], len(buckets), len(probe)
 
 

@@ -62,7 +62,7 @@ def test_value_that_does_not_fit_the_engine_dtype_is_refused() -> None:
 def test_probe_scores_the_first_rollouts_at_temperature_one(tmp_path: Path) -> None:
     policy, _ = tiny_policy(tmp_path)
     groups = [tiny_group(0, [1.0, 0.0], [0, 3], temperature=0.5), tiny_group(1, [1.0, 0.0], [6, 2], temperature=0.5)]
-    probe = make_probe(policy, groups, 2, micro_batch_tokens=32, chunk_tokens=2)
+    probe = make_probe(policy, groups, 2, max_tokens=16, micro_batch_tokens=32, chunk_tokens=2)
     chosen = [(groups[0], groups[0].rollouts[1]), (groups[1], groups[1].rollouts[0])]
     assert len(probe) == 2
     for sequence, (group, rollout) in zip(probe, chosen, strict=True):
@@ -73,6 +73,23 @@ def test_probe_scores_the_first_rollouts_at_temperature_one(tmp_path: Path) -> N
         expected = table[positions - 1, torch.from_numpy(sequence.token_ids).long()[positions]]
         np.testing.assert_allclose(sequence.logprobs, expected.detach(), atol=1e-5)
         assert sequence.logprobs.dtype == np.float32
+
+
+def test_the_probe_fits_into_what_the_engine_can_score(tmp_path: Path) -> None:
+    policy, _ = tiny_policy(tmp_path)
+    groups = [tiny_group(n, [1.0, 0.0], [8, 2]) for n in range(3)]
+    whole, cut = (
+        make_probe(policy, groups, 6, max_tokens=limit, micro_batch_tokens=32, chunk_tokens=2)
+        for limit in (99, len(groups[0].prompt_ids) + 3)
+    )
+    assert max(len(sequence.token_ids) for sequence in whole) > len(groups[0].prompt_ids) + 3
+    assert [len(cut[0].logprobs), len(cut[1].logprobs)] == [3, 2]
+    np.testing.assert_allclose(cut[0].logprobs, whole[0].logprobs[:3], atol=1e-5)
+    prompt_lengths = sorted(len(group.prompt_ids) for group in groups)
+    assert prompt_lengths[0] < prompt_lengths[-1]
+    for limit in (prompt_lengths[0], prompt_lengths[-1]):
+        few = make_probe(policy, groups, 6, max_tokens=limit, micro_batch_tokens=32, chunk_tokens=2)
+        assert all(sequence.first < len(sequence.token_ids) <= limit for sequence in few)
 
 
 def test_weights_travel_only_when_they_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

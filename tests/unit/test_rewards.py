@@ -68,5 +68,14 @@ def test_dotted_paths():
     assert load_reward("rollout.rewards:last_number") is last_number
     with pytest.raises(ConfigError, match="module 'no_such_module' cannot be imported"):
         load_reward("no_such_module:f")
+    with pytest.raises(ConfigError, match=r"module '\.relative' cannot be imported"):
+        load_reward(".relative:f")
     with pytest.raises(ConfigError, match="has no function 'no_such_function'"):
         load_reward("rollout.rewards:no_such_function")
+
+
+def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "failing_rewards.py").write_text("limit = undefined_name")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="module 'failing_rewards' cannot be imported: NameError: .*undefined_name"):
+        load_reward("failing_rewards:f")
