@@ -26,6 +26,7 @@ from shared.protocols import Completion, GenerateRequest
 from shared.records import Float32Array, Manifest
 from shared.weights import SAFETENSORS_DTYPES, check_manifest
 
+ALIVE_POLL_S = 1.0
 SHUTDOWN_S = 5.0  # vLLM's children need 2 to 3 s to clean up, shared memory included; then they are killed
 
 
@@ -128,13 +129,13 @@ class VllmEngine:
 
         With no files, only the version label moves. Returns seconds by part: pause_s, load_s, resume_s.
         WeightSyncError when the weights are refused; the engine then still serves the old version, or, when the
-        message says half-written, nothing until a load succeeds.
+        message says half-written, nothing until a load succeeds. RunFailed when the engine's process ends meanwhile.
         """
         if files:
             check_manifest(manifest)
             check_coverage(self._expected, self._dtype, ((t.name, t.dtype, t.shape) for t in manifest.tensors))
         # A cancelled caller must not leave the engine paused in the middle of an update.
-        return await asyncio.shield(asyncio.ensure_future(self._load(manifest.version, files)))
+        return await asyncio.shield(asyncio.ensure_future(self._load_while_alive(manifest.version, files)))
 
     async def close(self) -> None:
         """End every process of the engine. Idempotent."""
@@ -160,6 +161,16 @@ class VllmEngine:
         if num_half_written != self._num_half_written:
             raise WeightSyncError("a load failed half-way while this request ran; its tokens were thrown away.")
         return final
+
+    async def _load_while_alive(self, version: int, files: Sequence[Path]) -> dict[str, float]:
+        """`_load`, which alone would wait forever: vLLM 0.32 never answers a call that its process died over."""
+        loading = asyncio.ensure_future(self._load(version, files))
+        while not loading.done():
+            await asyncio.wait({loading}, timeout=ALIVE_POLL_S)
+            if not loading.done() and self._live().errored:
+                loading.cancel()
+                raise RunFailed("the engine's process ended during a load; restart this worker.")
+        return loading.result()
 
     async def _load(self, version: int, files: Sequence[Path]) -> dict[str, float]:
         async with self._loading:

@@ -57,7 +57,7 @@ class RolloutWorker:
         engine = await engine_factory(config, index)
         try:
             generator = GroupGenerator(config, engine, tokenizer, reward, recorder)
-            staging = Staging(_staging_name(run_directory, index), fallback=run_directory / "staging")
+            staging = _staging(run_directory, index)
             await Worker(config, hub, engine, prompts, generator, recorder, staging).run()
         finally:
             await engine.close()
@@ -78,14 +78,20 @@ def run_workers(
     pending: list[Any] = [
         worker.run.remote(config, index, run_directory, engine_factory) for index, worker in enumerate(workers)
     ]
-    while pending:
-        done, pending = ray.wait(pending, num_returns=1)
-        ray.get(done)
+    try:
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            ray.get(done)
+    finally:
+        for index, worker in enumerate(workers):
+            ray.kill(worker)  # a worker that is ended in the middle of a load cannot tidy up
+            _staging(run_directory, index).clear()
 
 
-def _staging_name(run_directory: Path, index: int) -> str:
-    """The same for every life of a worker, so that it clears what a killed predecessor left; unique on the host."""
-    return f"{run_directory.name}-{zlib.crc32(str(run_directory).encode()):08x}-{index}"
+def _staging(run_directory: Path, index: int) -> Staging:
+    """Its name is that of every life of a worker, so that a killed one's files are cleared; unique on the host."""
+    name = f"{run_directory.name}-{zlib.crc32(str(run_directory).encode()):08x}-{index}"
+    return Staging(name, fallback=run_directory / "staging")
 
 
 def main(arguments: list[str]) -> int:

@@ -30,7 +30,7 @@ def main() -> None:
         held_out = read_evaluations(run)
         reward_axis.plot(
             [e.version for e in held_out], [e.pass_rate for e in held_out],
-            "o--", color=color, markerfacecolor="white", label=f"{run.name}: held out",
+            "o", color=color, markerfacecolor="white", label=f"{run.name}: held out",
         )  # fmt: skip
         for number, style in enumerate(["-", "--", ":", "-."][: len(rows[0]["clip_fraction_by_minibatch"])]):
             fractions = [row["clip_fraction_by_minibatch"][number] for row in rows]

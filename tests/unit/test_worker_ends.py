@@ -1,0 +1,48 @@
+"""What is left when an engine or a rollout worker ends in the middle of a load. No vLLM, no Ray cluster."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from tiny_models import tiny_config, tiny_model
+
+import rollout.engine
+import rollout.main
+from rollout.engine import VllmEngine
+from shared.errors import RunFailed
+from shared.records import Manifest
+
+
+def test_a_load_during_which_the_engine_dies_fails_instead_of_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    monkeypatch.setattr(rollout.engine, "ALIVE_POLL_S", 0.01)
+
+    async def story() -> None:
+        llm = SimpleNamespace(errored=False, update_weight_version=lambda label: asyncio.Event().wait())
+        engine = VllmEngine(tiny_config(tmp_path))
+        engine._llm = llm
+        loading = asyncio.create_task(engine.load(Manifest(1, 0, ()), []))
+        await asyncio.sleep(0.1)
+        assert not loading.done()
+        llm.errored = True
+        with pytest.raises(RunFailed, match="ended during a load"):
+            await asyncio.wait_for(loading, timeout=5)
+
+    asyncio.run(story())
+
+
+def test_staged_weights_of_a_worker_that_died_are_removed(make_config: Any, tmp_path: Path) -> None:
+    left = rollout.main._staging(tmp_path, 0)._folders[1] / "v3"
+    left.mkdir(parents=True)
+    (left / "bucket-0.safetensors").write_bytes(b"weights")
+    with patch.object(rollout.main, "ray") as ray:
+        ray.wait.side_effect = SystemExit(143)
+        with pytest.raises(SystemExit):
+            rollout.main.run_workers(make_config(), tmp_path)
+        assert ray.kill.call_count == 1
+    assert not left.exists()
