@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -21,6 +22,7 @@ ENGINE_VARIABLE = "SEQRELAY_ENGINE"
 BACKEND = "seqrelay"
 HALF_WRITTEN = "seqrelay: the model is half-written"
 PARENT_POLL_S = 1.0
+END_S = 3.0
 
 
 def register() -> None:
@@ -36,7 +38,9 @@ def register() -> None:
 
 
 def _die_with(parent: Any) -> None:
-    """Kill this process once its parent is gone, however it went: kill -9 leaves no chance to say goodbye.
+    """End this process once its parent is gone, however it went: kill -9 leaves no chance to say goodbye.
+
+    It is asked first, so that it can remove its shared memory, and killed after `END_S`.
 
     The sentinel is a pipe that breaks when the parent ends, unless another child of the parent inherited its other
     end; hence the look at the parent's pid as well. A parent-death signal of the kernel would not do: it fires when
@@ -45,6 +49,8 @@ def _die_with(parent: Any) -> None:
     while not connection.wait([parent.sentinel], timeout=PARENT_POLL_S):
         if os.getppid() != parent.pid:
             break
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(END_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
 
+SHARED_MEMORY = Path("/dev/shm")
 HOLDER = """
 import asyncio, sys
 from rollout.engine import VllmEngine
@@ -29,6 +30,7 @@ if __name__ == "__main__":
 
 
 def test_kill_9_of_the_holder_leaves_no_engine_process(moe_path: Path, tmp_path: Path) -> None:
+    before = set(SHARED_MEMORY.iterdir())
     script = tmp_path / "holder.py"
     script.write_text(HOLDER)
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
@@ -44,5 +46,6 @@ def test_kill_9_of_the_holder_leaves_no_engine_process(moe_path: Path, tmp_path:
         while (left := [child for child in children if child.is_running()]) and time.monotonic() < deadline_s:
             time.sleep(0.1)
         assert left == []
+        assert set(SHARED_MEMORY.iterdir()) - before == set()
     finally:
         holder.kill()
