@@ -1,6 +1,6 @@
 """Where the time of the loop goes: each side generating, training, syncing and idle, at staleness 0 and 1.
 
-python scripts/bench_loop.py scripts/configs/demo.toml --steps 6 --json
+python scripts/bench_loop.py --json                     # scripts/configs/demo.toml, 6 steps
 
 Each arm is one real run of the same work: same prompts, seeds and number of steps. Times run from the first request to
 the last publish, so that starting the engine does not count. The figure to look at is `wall_over_busiest`: wall time
@@ -27,12 +27,12 @@ _SYNC_PARTS = ("fetch_s", "digest_s", "stage_s", "pause_s", "load_s", "resume_s"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("--config", type=Path, default=Path("scripts/configs/demo.toml"))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     arms = {}
     with tempfile.TemporaryDirectory(prefix="seqrelay-bench-") as folder:
         for staleness in options.staleness:

@@ -22,7 +22,7 @@ _MODEL_FILES = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the console script."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         config = load_config(options.config, options.overrides)
         run_directory = _check_paths(config)
@@ -39,6 +39,16 @@ def main(arguments: list[str] | None = None) -> int:
     except SeqrelayError as error:
         print(f"seqrelay: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Options and overrides in any order; argparse alone takes no overrides behind an option."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := [argument for argument in rest if argument.startswith("-")]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -56,6 +56,13 @@ def test_a_bad_config_ends_with_code_2_and_says_what_to_change(toml: Path, overr
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("order", [("--json", "learner.lr=0"), ("learner.lr=0", "--json")])
+def test_options_and_overrides_come_in_any_order(toml: Path, order: tuple[str, str]) -> None:
+    result = seqrelay("train", str(toml), *order)
+    assert (result.returncode, "learner.lr = 0" in result.stderr) == (2, True), result.stderr
+    assert "unrecognized arguments: --jsno" in seqrelay("train", str(toml), *order, "--jsno").stderr
+
+
 def test_a_run_directory_is_never_overwritten(toml: Path, tmp_path: Path) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     result = seqrelay("train", str(toml), f"run.directory={tmp_path / 'runs'}")
