@@ -137,11 +137,13 @@ class ServedVllm:
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], temperature: float = 1.0
     ) -> float:
         """Largest |log s| relative to max(1e-5, 6e-5 / sqrt(T)), log s the mean log-ratio per token (GSPO eq. 7)."""
-        worst = 0.0
+        worst = largest = 0.0
         for prompt, completion in zip(prompts, completions, strict=True):
             difference = self.reference(prompt, completion, temperature) - completion.logprobs
             bound = max(1e-5, 6e-5 / np.sqrt(len(difference)))
-            worst = max(worst, abs(float(difference.mean())) / bound)
+            log_ratio = abs(float(difference.mean()))
+            worst, largest = max(worst, log_ratio / bound), max(largest, log_ratio)
+        print(f"largest |log s| {largest:.1e} over {len(completions)} sequences: {worst:.3f} of the bound")
         return worst
 
 
