@@ -6,6 +6,7 @@ the hub hands out a group only to a worker whose active version is new enough fo
 
 import asyncio
 import contextlib
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,8 @@ from shared.protocols import Engine, GroupSource, VersionFeed
 from shared.records import Manifest, ProbeReport, Publication, SyncReport, Ticket
 from shared.schema import encode_group
 from shared.spans import Recorder, Timing
+
+_LOG = logging.getLogger(__name__)
 
 
 class Hub(GroupSource, VersionFeed, Protocol):
@@ -101,6 +104,9 @@ class Worker:
 
     async def _evaluate(self, version: int) -> None:
         async with self._weights_lock:
+            if self._active_version != version:  # a newer one came first; its numbers would bear the wrong label
+                _LOG.warning("version %d was not evaluated: %d is active", version, self._active_version)
+                return
             with self._recorder.span("evaluate", version):
                 report = await evaluate(self._config, self._engine, self._generator, self._prompts.held_out, version)
         await self._hub.report([report])

@@ -1,0 +1,118 @@
+"""A worker's loop with the hub in this process and a deterministic engine: no Ray, no vLLM."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+
+from rollout.generate import GroupGenerator
+from rollout.prompts import PromptSource
+from rollout.receive import Staging
+from rollout.rewards import Sample
+from rollout.worker import Worker
+from shared.config import Config
+from shared.hub import Hub
+from shared.protocols import GenerateRequest
+from shared.run_files import read_evaluations, read_spans
+from shared.schema import decode_group
+from shared.spans import Recorder
+
+TOKENIZER = SimpleNamespace(
+    chat_template=None,
+    encode=lambda text, add_special_tokens: [ord(c) % 128 for c in text],
+    decode=lambda token_ids, skip_special_tokens: "".join(map(chr, token_ids)),
+)
+NAME = "w0"
+
+
+@pytest.fixture
+def config(make_config: Callable[..., Config]) -> Config:
+    return make_config(
+        prompts={"style": "plain", "num_held_out": 4},
+        sampling={"group_size": 4, "max_tokens": 5},
+        learner={"steps": 3, "prompts_per_step": 2, "minibatches": 1},
+        evaluation={"samples": 1},
+        sync={"max_staleness": 0},
+    )
+
+
+@pytest.fixture
+def hub(config: Config, tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub(config, tmp_path, poll_s=0.2)
+    yield hub
+    hub.close()
+
+
+def length_of(samples: list[Sample], answer: str) -> list[float | None]:
+    return [float(len(s.text)) for s in samples]
+
+
+def worker(config: Config, hub: Hub, folder: Path, reject: Any = lambda request: None) -> Worker:
+    engine, recorder = FakeEngine(reject=reject), Recorder(NAME)
+    generator = GroupGenerator(config, engine, TOKENIZER, length_of, recorder)
+    staging = Staging("test", fallback=folder)
+    return Worker(config, hub, engine, PromptSource(config, TOKENIZER), generator, recorder, staging)
+
+
+def take(config: Config, hub: Hub, folder: Path, reject: Any = lambda request: None) -> list[Any]:
+    """The first step's groups, made by one worker."""
+
+    async def story() -> list[Any]:
+        running = asyncio.create_task(worker(config, hub, folder, reject).run())
+        try:
+            while (taken := await hub.take(0)).groups is None:
+                assert not running.done(), running.result()
+            return [decode_group(payload) for payload in taken.groups]
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+    return asyncio.run(asyncio.wait_for(story(), timeout=30))
+
+
+def test_groups_arrive_in_order_scored_with_their_segments(config: Config, hub: Hub, tmp_path: Path) -> None:
+    groups = take(config, hub, tmp_path)
+    assert [group.group.number for group in groups] == [0, 1]
+    for group in groups:
+        assert [len(r.completion_ids) for r in group.rollouts] == [int(r.reward) for r in group.rollouts]
+        assert {s.policy_version for r in group.rollouts for s in r.segments} == {0}
+        assert group.num_rejected == 0
+    assert {"generate", "reward", "evaluate"} <= {span.name for span in read_spans(tmp_path)}
+    assert [e.num_samples for e in read_evaluations(tmp_path)] == [4]
+
+
+def test_a_completion_without_trusted_logprobs_is_sampled_again_and_counted(
+    config: Config, hub: Hub, tmp_path: Path
+) -> None:
+    def first_try_of_member_2(request: GenerateRequest) -> str | None:
+        return "log-probability nan" if request.request_id.endswith("-2-0") else None
+
+    groups = take(config, hub, tmp_path, first_try_of_member_2)
+    assert [group.num_rejected for group in groups] == [1, 1]
+    assert [len(group.rollouts) for group in groups] == [4, 4]
+
+
+def test_a_group_whose_completions_are_never_trusted_is_dropped_and_replaced(
+    config: Config, hub: Hub, tmp_path: Path
+) -> None:
+    def all_of_group_1(request: GenerateRequest) -> str | None:
+        return "no log-probabilities" if request.request_id.startswith("1-0-") else None
+
+    groups = take(config, hub, tmp_path, all_of_group_1)
+    assert [str(group.group) for group in groups] == ["0.0", "1.1"]
+    status = asyncio.run(hub.status())
+    assert status.dropped == {"untrusted_logprobs": 1}
+    assert status.issued == status.trained + 1 + status.pending
+
+
+def test_an_evaluation_never_bears_the_label_of_another_version(config: Config, hub: Hub, tmp_path: Path) -> None:
+    late = worker(config, hub, tmp_path)
+    late._active_version = 1
+    asyncio.run(late._evaluate(0))
+    assert read_evaluations(tmp_path) == []
