@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,11 @@ def measure(run_directory: Path) -> dict[str, Any]:
     spans = read_spans(run_directory)
     start_s = min(s.start_s for s in spans if s.name == "generate")
     end_s = max(s.end_s for s in spans if s.name == "publish")
-    spans = [s for s in spans if s.end_s > start_s and s.start_s < end_s]
+    spans = [
+        replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s))
+        for s in spans
+        if s.end_s > start_s and s.start_s < end_s
+    ]
     generate = union(s for s in spans if s.name == "generate")
     train = union(s for s in spans if s.name == "train")
     wall_s, generate_s, train_s = end_s - start_s, covered_s(generate), covered_s(train)
