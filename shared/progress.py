@@ -31,8 +31,12 @@ class Progress:
         self._header_shown = False
         self._started_s = time.monotonic()
         self._status = Status("", console=self._console)
-        if self._console.is_terminal and not json_lines:
+        if json_lines:
+            return
+        if self._console.is_terminal:
             self._status.start()
+        else:
+            self._console.print(f"starting engine and learner; logs in {run_directory / 'logs'}", soft_wrap=True)
 
     def update(self) -> None:
         """Print what was appended since the last call."""
