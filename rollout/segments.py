@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shared.errors import RolloutRejected
-from shared.records import Float32Array, KvState, Segment
+from shared.records import Float32Array, Segment
 
 Span = tuple[int, int, int]
 
@@ -28,24 +28,14 @@ def check_spans(spans: Sequence[Span], num_tokens: int) -> None:
         raise RolloutRejected(f"version spans {list(spans)} end at {position}, the completion has {num_tokens} tokens.")
 
 
-def build_segments(
-    spans: Sequence[Span], logprobs_T: Float32Array, kv: KvState = "fresh", later_kv: KvState = "fresh"
-) -> tuple[Segment, ...]:
+def build_segments(spans: Sequence[Span], logprobs_T: Float32Array) -> tuple[Segment, ...]:
     """One segment per span; `loglik` is the float64 sum of its log-probabilities (nats).
 
-    `kv` is the cache state of the first segment, `later_kv` of those after a switch of weights. RolloutRejected when
+    A switch of weights rebuilds the cache of running requests, so every segment's cache is fresh. RolloutRejected when
     the spans do not tile the tokens or a log-probability is not finite.
     """
     check_spans(spans, len(logprobs_T))
     if not np.isfinite(logprobs_T).all():
         raise RolloutRejected(f"log-probability at token {int(np.argmin(np.isfinite(logprobs_T)))} is not finite.")
     values = np.asarray(logprobs_T, dtype=np.float64)
-    return tuple(
-        Segment(version, start, end, float(values[start:end].sum()), later_kv if start else kv)
-        for version, start, end in spans
-    )
-
-
-def staleness(segments: Sequence[Segment], trained_version: int) -> int:
-    """Versions between the oldest token's policy and the one trained on. ValueError without segments."""
-    return trained_version - min(segment.policy_version for segment in segments)
+    return tuple(Segment(version, start, end, float(values[start:end].sum())) for version, start, end in spans)

@@ -1,6 +1,12 @@
 from dataclasses import fields
 
+from tiny_models import tiny_group
+
+from learner.objectives import ObjectiveMetrics
+from learner.report import step_metrics
+from learner.step import MiniBatchResult, StepResult
 from shared.metrics import FORMULAS, StepMetrics, mean, ratio
+from shared.spans import Timing
 
 
 def test_every_emitted_key_has_a_formula():
@@ -15,5 +21,18 @@ def test_what_does_not_exist_is_none_and_not_zero():
 
 
 def test_counts_are_reduced_before_they_are_divided():
-    clipped, signed = [3, 3, 0], [12, 4, 0]  # 3 of 12 and 3 of 4, and an empty micro-batch
-    assert ratio(sum(clipped), sum(signed)) == 0.375
+    """3 of 12 and 3 of 4 are 0.375, not 0.5; a mini-batch without such sequences changes nothing."""
+    parts = [
+        ObjectiveMetrics(num_positive=12, num_clipped_positive=3, num_tokens=50),
+        ObjectiveMetrics(num_positive=4, num_clipped_positive=3, num_tokens=20),
+        ObjectiveMetrics(num_zero=5, num_tokens=9),
+    ]
+    minibatches = tuple(MiniBatchResult(part, 0.0, "no_signal") for part in parts)
+    result = StepResult(minibatches, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    groups = [tiny_group(0, [1.0, 0.0])]
+    timings = dict.fromkeys(("stepped", "waited", "trained", "published"), Timing(0.0, 2.0))
+    metrics = step_metrics(0, groups, result, **timings)
+    assert metrics.clip_fraction_positive == 0.375
+    assert metrics.clip_fraction_negative is None
+    assert metrics.clip_fraction_by_minibatch == [0.25, 0.75, None]
+    assert metrics.learner_tokens_per_s == 79 / 2

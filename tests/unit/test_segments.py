@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.segments import Span, build_segments, check_spans, staleness
+from rollout.segments import Span, build_segments, check_spans
 from shared.errors import RolloutRejected
-from shared.records import Segment
+from shared.records import Rollout
 
 
 def test_two_versions_make_two_segments() -> None:
@@ -15,12 +15,8 @@ def test_two_versions_make_two_segments() -> None:
     segments = build_segments([(7, 0, 57), (8, 57, 128)], logprobs_T)
     assert [(s.policy_version, s.num_tokens) for s in segments] == [(7, 57), (8, 71)]
     assert segments[0].loglik == pytest.approx(float(logprobs_T[:57].astype(np.float64).sum()), abs=1e-12)
-    assert staleness(segments, 9) == 2
-
-
-def test_the_cache_of_a_later_segment_can_be_older_than_its_weights() -> None:
-    segments = build_segments([(1, 0, 2), (2, 2, 4)], np.zeros(4, dtype=np.float32), later_kv="kept")
-    assert [segment.kv for segment in segments] == ["fresh", "kept"]
+    rollout = Rollout(np.arange(128, dtype=np.int32), logprobs_T, segments, "stop", 1.0)
+    assert 9 - rollout.oldest_version == 2  # trained at version 9
 
 
 def test_sums_are_float64() -> None:
@@ -64,10 +60,3 @@ def test_spans_that_do_not_tile_the_tokens_are_rejected(spans: list[Span]) -> No
 def test_a_value_that_is_not_finite_is_rejected(bad: float) -> None:
     with pytest.raises(RolloutRejected, match="token 2"):
         build_segments([(0, 0, 4)], np.array([-1, -1, bad, -1], dtype=np.float32))
-
-
-def test_staleness_looks_at_the_oldest_segment() -> None:
-    segments = [Segment(v, v, v + 1, -1.0) for v in (3, 5, 6)]
-    assert staleness(segments, 6) == 3
-    with pytest.raises(ValueError):
-        staleness([], 6)
