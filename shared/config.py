@@ -74,7 +74,11 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The inference side. `payload`: send a log-probability per token, or only one log-likelihood per segment."""
+    """The inference side. `payload`: send a log-probability per token, or only one log-likelihood per segment.
+
+    A worker that is not heard of for `lease_s` seconds is lost, and its groups go to others. A group that takes longer
+    than `group_timeout_s` is dropped.
+    """
 
     workers: Positive = 1
     dtype: DTypeName = "bfloat16"
@@ -84,10 +88,16 @@ class RolloutConfig(Section):
     payload: Literal["token", "sequence"] = "token"
     max_attempts: Positive = 3
     threads: Positive = 1
+    lease_s: Annotated[float, Field(ge=1.0)] = 30.0
+    group_timeout_s: Annotated[float, Field(gt=0.0)] = 600.0
 
 
 class LearnerConfig(Section):
-    """The training side. A step takes `prompts_per_step` groups and makes `minibatches` optimizer updates."""
+    """The training side. A step takes `prompts_per_step` groups and makes `minibatches` optimizer updates.
+
+    A checkpoint is written every `checkpoint_steps` steps, when the learner is stopped, and at the end; the newest
+    `keep_checkpoints` are kept.
+    """
 
     steps: Positive = 25
     prompts_per_step: Positive = 8
@@ -106,6 +116,8 @@ class LearnerConfig(Section):
     activation_checkpointing: bool = False
     logprob_chunk_tokens: Positive = 256
     threads: Positive = 1
+    checkpoint_steps: Positive = 10
+    keep_checkpoints: Positive = 2
 
     @model_validator(mode="after")
     def _minibatches_divide(self) -> Self:

@@ -24,6 +24,14 @@ class WeightSyncError(SeqrelayError):
     """A weight update was refused: digest, coverage, name, shape or space. The engine keeps its old version."""
 
 
+class WeightsLost(SeqrelayError):
+    """A publication's buckets can no longer be fetched: the learner that held them is gone. The next one counts."""
+
+
+class EngineDied(SeqrelayError):
+    """A process of the engine ended. Its worker cannot go on; a new one can."""
+
+
 class SchemaError(SeqrelayError):
     """Rollout data or a ledger file that does not follow this release's schema; names column, value and remedy."""
 

@@ -135,13 +135,15 @@ class Manifest:
     """What a policy version consists of.
 
     `weights_version` is the version at which these weights last changed: a step that made no optimizer update moves
-    `version` and leaves `weights_version`, and then no weights travel.
+    `version` and leaves `weights_version`, and then no weights travel. `incarnation` counts how often a learner that
+    recovered came to other weights for a version that workers may already hold; it never does on one CPU thread.
     """
 
     version: int
     weights_version: int
     tensors: tuple[TensorEntry, ...]
     probe: tuple[ProbeSequence, ...] = ()
+    incarnation: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -169,11 +171,51 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Work:
-    """The hub's answer to a worker that asks for work."""
+    """The hub's answer to a worker that asks for work.
+
+    `stop`: "drain" means finish what is held, then end; "now" means end at once. `waiting_for` says, for a person, why
+    there is nothing to do.
+    """
 
     tickets: tuple[Ticket, ...] = ()
     evaluate_version: int | None = None
-    stop: bool = False
+    stop: Literal["", "drain", "now"] = ""
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a worker and the learner must have in common, as short digests (shared.identity).
+
+    `settings`: of every option that both sides must share, its dotted name and its value as JSON.
+    """
+
+    model: str
+    tokenizer: str
+    schema: str
+    code: str
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a learner goes on: it trains step `version` next.
+
+    `begun`: the plan of that step if it was begun before; the step must be trained by it. `incarnation` as in Manifest.
+    """
+
+    version: int
+    begun: StepPlan | None = None
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A committed step as it was trained: its plan, its groups' bytes in order, the digest of the weights after it."""
+
+    plan: StepPlan
+    groups: list[bytes]
+    weights_digest: str
 
 
 @dataclass(frozen=True)
@@ -189,6 +231,7 @@ class SyncReport:
     pause_s: float
     load_s: float
     resume_s: float
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
