@@ -1,55 +1,122 @@
 """The learner service: `python -m learner.main --config run/config.json --address HOST:PORT`.
 
-The loop: take the step's groups, train on the engine's own likelihoods, commit, publish the new weights.
+The loop: take the step's groups, train on the engine's own likelihoods, commit, publish the new weights. It starts
+where the ledger says (learner.recover), and writes checkpoints on its way, when it is stopped, and at the end.
 """
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from learner.checkpoint import export_final, save_checkpoint
 from learner.optim import Optimizer
 from learner.policy import Policy
 from learner.publish import Publisher
+from learner.recover import recover
 from learner.report import step_metrics
 from learner.step import train_step
 from shared.config import Config
-from shared.hub_client import LearnerHubClient, connect
+from shared.hub_client import LearnerHubClient
+from shared.hub_start import start_hub
+from shared.identity import identity_of
+from shared.locks import FileLock
 from shared.metrics import as_row
 from shared.records import Group, StepPlan
 from shared.schema import decode_group
 from shared.seeds import derive_seed
 from shared.service import run_service
 from shared.spans import Recorder
+from shared.stopping import StopRequest
+
+_LOCK_WAIT_S = 5.0  # a predecessor that was killed together with its parent may take a moment to end
 
 
-def run_learner(config: Config, run_directory: Path) -> None:
-    """Train `learner.steps` steps and save the final weights to `checkpoints/final`."""
+def run_learner(config: Config, run_directory: Path, stop: StopRequest) -> bool:
+    """Train up to `learner.steps` steps: True once the run is finished, with the final weights in `checkpoints/final`.
+
+    False when stopped before, after the step that was begun; a checkpoint of it is written. LockHeld when another
+    learner trains in this run directory.
+    """
     torch.set_num_threads(config.learner.threads)
-    hub = LearnerHubClient(connect(config.run.name))
-    recorder = Recorder("learner")
-    policy = Policy.load(config)
-    optimizer = Optimizer(policy, config)
-    publisher = Publisher(policy, config)
-    for step in range(config.learner.steps):
+    lock = FileLock(run_directory / "learner.lock")
+    lock.acquire(_LOCK_WAIT_S)
+    try:
+        hub = LearnerHubClient(config.run.name, start_hub(config, run_directory), stop)
+        with hub.seated(identity_of(config)) as point:
+            checkpoints = run_directory / "checkpoints"
+            policy, optimizer, publisher = recover(config, checkpoints, hub, point)
+            learner = Learner(config, checkpoints, hub, policy, optimizer, publisher, point.version)
+            plan = point.begun
+            while learner.version < config.learner.steps and learner.step(plan):
+                plan = None
+            return learner.finish()
+    finally:
+        lock.release()
+
+
+@dataclass
+class Learner:
+    """Policy, optimizer and what surrounds them; `version` is the policy's, the number of steps it was trained."""
+
+    config: Config
+    checkpoints: Path
+    hub: LearnerHubClient
+    policy: Policy
+    optimizer: Optimizer
+    publisher: Publisher
+    version: int
+    recorder: Recorder = field(default_factory=lambda: Recorder("learner"))
+
+    def step(self, begun: StepPlan | None) -> bool:
+        """Train the next step, by the plan it was `begun` with before, if any. False when asked to stop instead."""
+        step, hub, recorder = self.version, self.hub, self.recorder
         with recorder.span("step", step) as stepped:
             with recorder.span("wait", step) as waited:
                 payloads = hub.take(step)
+            if payloads is None:
+                return False
             with recorder.span("train", step) as trained:
                 groups = [decode_group(payload) for payload in payloads]
-                plan = step_plan(config, step, groups)
+                plan = begun or step_plan(self.config, step, groups)
                 hub.begin_step(plan)
-                result = train_step(policy, optimizer, groups, plan, config)
+                result = train_step(self.policy, self.optimizer, groups, plan, self.config)
             with recorder.span("publish", step) as published:
-                publication = publisher.next(step + 1, groups, changed=result.num_updates > 0)
-                hub.commit_step(step, publisher.digest)
+                publication = self.publisher.next(step + 1, groups, changed=result.num_updates > 0)
+                hub.commit_step(step, self.publisher.digest)
                 hub.publish(publication)
+        self.version = step + 1
         timings = {"stepped": stepped, "waited": waited, "trained": trained, "published": published}
         hub.log_metrics(as_row(step_metrics(step, groups, result, **timings)))
+        if self.version % self.config.learner.checkpoint_steps == 0:
+            self.save()
         hub.report(recorder.take())
-    policy.save(run_directory / "checkpoints" / "final")
-    hub.wait_finished()  # the workers fetch the last weights from this process
+        return True
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current version, unless there is one."""
+        with self.recorder.span("checkpoint", self.version):
+            return save_checkpoint(
+                self.checkpoints,
+                self.policy,
+                self.optimizer,
+                version=self.version,
+                weights_digest=self.publisher.digest,
+                keep=self.config.learner.keep_checkpoints,
+            )
+
+    def finish(self) -> bool:
+        """Write the last checkpoint, and `final` if all steps are trained; then True once the workers are done too."""
+        if self.version == 0:
+            return False
+        checkpoint = self.save()
+        self.hub.report(self.recorder.take())
+        if self.version < self.config.learner.steps:
+            return False
+        export_final(checkpoint, self.checkpoints / "final")
+        return self.hub.wait_finished()  # the workers fetch the last weights from this process
 
 
 def step_plan(config: Config, step: int, groups: Sequence[Group]) -> StepPlan:

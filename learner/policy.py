@@ -4,7 +4,6 @@ Owns the transformers model (float32 master weights). Everything that would make
 dropout and router noise (evaluation mode), the cache. Nothing is downloaded and no code from a model folder runs.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from learner.folders import staged_folder
 from learner.logprobs import completion_logprobs
 from learner.model_check import can_share_prompts, check_plain_head
 from learner.packing import MicroBatch
@@ -84,20 +84,12 @@ class Policy:
 
         The folder appears under its name only when it is complete. An existing one is moved aside and then removed.
         """
-        target = Path(path)
-        staging = target.with_name(f".{target.name}.writing-{os.getpid()}")
-        old = target.with_name(f".{target.name}.old-{os.getpid()}")
-        for leftover in (staging, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.model.save_pretrained(staging)
-        for file in self.source.iterdir():
-            wanted = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
-            if wanted and not (staging / file.name).exists():
-                shutil.copyfile(file, staging / file.name)
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+        with staged_folder(Path(path)) as staging:
+            self.model.save_pretrained(staging)
+            for file in self.source.iterdir():
+                wanted = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
+                if wanted and not (staging / file.name).exists():
+                    shutil.copyfile(file, staging / file.name)
 
 
 def choose_device(setting: str) -> torch.device:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from safetensors.torch import save
 from torch import Tensor
@@ -90,15 +89,34 @@ def make_probe(
     return tuple(p for p in probe if p is not None)
 
 
+def published_digest(policy: Policy, config: Config) -> str:
+    """`shared.weights.weights_digest` of the policy's weights as this run publishes them, in the engine's type."""
+    manifest, _ = _current_parts(policy, config, version=0, weights_version=0)
+    return weights_digest(manifest)
+
+
+def _current_parts(
+    policy: Policy, config: Config, *, version: int, weights_version: int
+) -> tuple[Manifest, list[Blob]]:
+    return build_publication_parts(
+        policy.checkpoint_tensors(),
+        version=version,
+        weights_version=weights_version,
+        dtype=config.rollout.dtype,
+        bucket_bytes=config.sync.bucket_mib * 2**20,
+    )
+
+
 class Publisher:
     """Turns the policy into publications: buckets in Ray's object store, kept alive until the next ones replace them.
 
     `digest` is that of the weights last published (`shared.weights.weights_digest`).
     """
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    def __init__(self, policy: Policy, config: Config, incarnation: int = 0) -> None:
         self._policy = policy
         self._config = config
+        self._incarnation = incarnation
         self._manifest: Manifest | None = None
         self._references: tuple[Any, ...] = ()
 
@@ -112,16 +130,22 @@ class Publisher:
     def next(self, version: int, groups: Sequence[Group], *, changed: bool) -> Publication:
         """The publication of `version`, with a probe from `groups`. Unless `changed`, the weights sent before stand."""
         if changed or self._manifest is None:
-            manifest, buckets = build_publication_parts(
-                self._policy.checkpoint_tensors(),
-                version=version,
-                weights_version=version if changed else 0,
-                dtype=self._config.rollout.dtype,
-                bucket_bytes=self._config.sync.bucket_mib * 2**20,
+            import ray  # here: a replay computes digests without it
+
+            manifest, buckets = _current_parts(
+                self._policy, self._config, version=version, weights_version=version if changed else 0
             )
             self._references = tuple(ray.put(bucket) for bucket in buckets)
             self._manifest = replace(manifest, probe=self._probe(groups))
-        self._manifest = replace(self._manifest, version=version)
+        self._manifest = replace(self._manifest, version=version, incarnation=self._incarnation)
+        return Publication(self._manifest, self._references)
+
+    def renew(self, incarnation: int) -> Publication:
+        """The publication made last, as one of a new incarnation. Raises WeightSyncError before the first."""
+        if self._manifest is None:
+            raise WeightSyncError("nothing was published yet: call next() before a new incarnation")
+        self._incarnation = incarnation
+        self._manifest = replace(self._manifest, incarnation=incarnation)
         return Publication(self._manifest, self._references)
 
     def _probe(self, groups: Sequence[Group]) -> tuple[ProbeSequence, ...]:

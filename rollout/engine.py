@@ -21,12 +21,13 @@ from rollout.coverage import check_coverage, model_tensors
 from rollout.engine_start import engine_args, engine_environment, start_error
 from rollout.weight_receiver import HALF_WRITTEN
 from shared.config import Config
-from shared.errors import RolloutRejected, RunFailed, WeightSyncError
+from shared.errors import EngineDied, RolloutRejected, RunFailed, WeightSyncError
 from shared.protocols import Completion, GenerateRequest
 from shared.records import Float32Array, Manifest
 from shared.weights import SAFETENSORS_DTYPES, check_manifest
 
 ALIVE_POLL_S = 1.0
+DIED_LOADING = "the engine's process ended during a load; restart this worker."
 SHUTDOWN_S = 5.0  # vLLM's children need 2 to 3 s to clean up, shared memory included; then they are killed
 
 
@@ -97,7 +98,10 @@ class VllmEngine:
         return engine
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion. RolloutRejected when its log-probabilities cannot be trusted."""
+        """Sample one completion. RolloutRejected when its log-probabilities cannot be trusted.
+
+        vLLM ends the request when this call is canceled. EngineDied when a process of the engine ends meanwhile.
+        """
         output = await self._run(request.request_id, request.prompt_ids, sampling_params(request), request.cache_salt)
         completion = output.outputs[0]
         spans = completion.weight_versions
@@ -129,7 +133,7 @@ class VllmEngine:
 
         With no files, only the version label moves. Returns seconds by part: pause_s, load_s, resume_s.
         WeightSyncError when the weights are refused; the engine then still serves the old version, or, when the
-        message says half-written, nothing until a load succeeds. RunFailed when the engine's process ends meanwhile.
+        message says half-written, nothing until a load succeeds. EngineDied when a process of it ends meanwhile.
         """
         if files:
             check_manifest(manifest)
@@ -157,7 +161,7 @@ class VllmEngine:
             async for output in self._live().generate(prompt, vllm_params, request_id):
                 final = output
         except EngineDeadError as error:
-            raise RunFailed("the engine's process ended; restart this worker.") from error
+            raise EngineDied("the engine's process ended; restart this worker.") from error
         if num_half_written != self._num_half_written:
             raise WeightSyncError("a load failed half-way while this request ran; its tokens were thrown away.")
         return final
@@ -165,11 +169,13 @@ class VllmEngine:
     async def _load_while_alive(self, version: int, files: Sequence[Path]) -> dict[str, float]:
         """`_load`, which alone would wait forever: vLLM 0.32 never answers a call that its process died over."""
         loading = asyncio.ensure_future(self._load(version, files))
-        while not loading.done():
+        while not loading.done() and not self._live().errored:
             await asyncio.wait({loading}, timeout=ALIVE_POLL_S)
-            if not loading.done() and self._live().errored:
-                loading.cancel()
-                raise RunFailed("the engine's process ended during a load; restart this worker.")
+        if not loading.done():
+            loading.cancel()
+            raise EngineDied(DIED_LOADING)
+        if (error := loading.exception()) and self._live().errored:  # its own error is only how it noticed
+            raise EngineDied(DIED_LOADING) from error
         return loading.result()
 
     async def _load(self, version: int, files: Sequence[Path]) -> dict[str, float]:

@@ -1,12 +1,16 @@
 """From one ticket to one finished group: sample, check, decode, score.
 
 A completion whose log-probabilities cannot be trusted is sampled again with a new seed, never repaired; after
-`rollout.max_attempts` the group is given up with its reason.
+`rollout.max_attempts` the group is given up with its reason. So is a group that takes longer than
+`rollout.group_timeout_s`: its requests are canceled, which ends them in the engine, and its reward function, which
+cannot be ended, is left behind in a thread of its own that nobody waits for.
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,13 +19,14 @@ from rollout.prompts import Prompt
 from rollout.rewards import RewardFunction, Sample, score
 from rollout.segments import build_segments
 from shared.config import Config
-from shared.errors import RolloutRejected
+from shared.errors import GroupTimeout, RolloutRejected
 from shared.protocols import Completion, Engine
 from shared.records import Group, Rollout, Ticket
 from shared.spans import Recorder
 
 # A completion, and how many were rejected before it.
 Sampled = tuple[Completion, int]
+T = TypeVar("T")
 
 
 class Decoder(Protocol):
@@ -45,11 +50,28 @@ class GroupGenerator:
     async def generate(self, ticket: Ticket, prompt: Prompt, active_version: int) -> Group:
         """Sample and score the group of `ticket`.
 
-        RolloutRejected when one member stays untrustworthy; RewardError when the reward function misbehaves.
+        RolloutRejected when one member stays untrustworthy; RewardError when the reward function misbehaves;
+        GroupTimeout when both together take longer than `rollout.group_timeout_s`.
         """
+        finished: list[int] = []
+        try:
+            async with asyncio.timeout(self._config.rollout.group_timeout_s) as limit:
+                return await self._generate(ticket, prompt, active_version, finished)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise GroupTimeout(self._timeout_text(ticket, len(finished))) from error
+
+    async def _generate(self, ticket: Ticket, prompt: Prompt, active_version: int, finished: list[int]) -> Group:
+        """The group; `finished` gets each member that has been sampled, while this runs."""
+
+        async def sample(member: int) -> Sampled:
+            sampled = await self._sample(ticket, member, prompt, active_version)
+            finished.append(member)
+            return sampled
+
         with self._recorder.span("generate", active_version, str(ticket.group)) as generated:
-            members = [self._sample(ticket, m, prompt, active_version) for m in range(self._config.sampling.group_size)]
-            sampled = await _all_or_first_error(members)
+            sampled = await _all_or_first_error([sample(m) for m in range(self._config.sampling.group_size)])
         with self._recorder.span("reward", active_version, str(ticket.group)) as rewarded:
             rewards = await self.score([completion for completion, _ in sampled], prompt)
         return Group(
@@ -72,7 +94,7 @@ class GroupGenerator:
             Sample(self._decoder.decode(c.token_ids.tolist(), skip_special_tokens=True), c.finish_reason == "stop")
             for c in completions
         ]
-        return await asyncio.to_thread(score, self._reward, samples, prompt.problem.answer)
+        return await _in_own_thread(lambda: score(self._reward, samples, prompt.problem.answer))
 
     async def _sample(self, ticket: Ticket, member: int, prompt: Prompt, active_version: int) -> Sampled:
         for num_rejected in range(self._config.rollout.max_attempts):
@@ -82,6 +104,16 @@ class GroupGenerator:
             except RolloutRejected as error:
                 reason = error
         raise reason
+
+    def _timeout_text(self, ticket: Ticket, num_finished: int) -> str:
+        limit_s, num_members = self._config.rollout.group_timeout_s, self._config.sampling.group_size
+        text = f"group {ticket.group} took longer than rollout.group_timeout_s = {limit_s:g}: "
+        if num_finished < num_members:
+            return text + f"{num_finished} of {num_members} completions were finished. Raise it if they need longer."
+        return text + (
+            f"{num_members} of {num_members} completions were finished, their rewards were not. "
+            f"Look at reward.function = {self._config.reward.function}."
+        )
 
     def _rollout(self, completion: Completion, reward: float | None) -> Rollout:
         return Rollout(
@@ -104,3 +136,18 @@ async def _all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, Sampled]]
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def _in_own_thread(function: Callable[[], T]) -> T:
+    """Run a function that may never return: a pool's threads would run out, and the end of the process wait for them."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return await asyncio.wrap_future(result)

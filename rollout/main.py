@@ -1,38 +1,44 @@
 """The rollout service: `python -m rollout.main --config run/config.json --address HOST:PORT`.
 
-Starts one Ray actor for each worker, each around its own vLLM engine, and waits for them. The first error of a worker
-goes to the hub with its traceback, so that the learner stops too, and ends the service.
+Starts one Ray actor for each worker, each around its own vLLM engine, and watches over them (rollout.crew). The first
+error of a worker goes to the hub with its traceback, so that the learner stops too, and ends the service.
 """
 
-import os
+import asyncio
+import logging
 import sys
-import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from rollout.crew import Crew, EngineFactory
 from rollout.generate import GroupGenerator
 from rollout.prompts import PromptSource
-from rollout.receive import Staging
+from rollout.receive import Staging, clear_abandoned
 from rollout.rewards import load_reward
+from rollout.slots import HostSlot
 from rollout.worker import Worker
 from shared.config import Config
 from shared.errors import ConfigError
-from shared.hub_client import AsyncHubClient, connect
+from shared.hub_client import AsyncHubClient
+from shared.hub_start import find_hub
+from shared.identity import identity_of
 from shared.protocols import Engine
+from shared.records import Identity
 from shared.service import run_service
 from shared.spans import Recorder
+from shared.stopping import StopRequest
 
-EngineFactory = Callable[[Config, int], Awaitable[Engine]]
+_LOG = logging.getLogger(__name__)
+_LOOK_AGAIN_S = 1.0
+_LOOKS_PER_LINE = 30
 
 
-async def vllm_engine(config: Config, worker_index: int) -> Engine:
+async def vllm_engine(config: Config, host_slot: int) -> Engine:
     """The engine of a real run. Imported late: the service process itself does not need vLLM."""
     from rollout.engine import VllmEngine
 
-    return await VllmEngine.create(config, worker_index)
+    return await VllmEngine.create(config, host_slot)
 
 
 def load_tokenizer(model_path: str) -> Any:
@@ -48,50 +54,82 @@ def load_tokenizer(model_path: str) -> Any:
 class RolloutWorker:
     """The Ray actor: builds a worker from plain values inside its own process and runs it to the end."""
 
-    async def run(self, config: Config, index: int, run_directory: Path, engine_factory: EngineFactory) -> None:
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._running: asyncio.Task[bool] | None = None
+        self._draining = False
+
+    async def run(self, worker_id: str, config: Config, run_directory: Path, engine_factory: EngineFactory) -> bool:
+        """True: the run is finished; False: the worker was drained before that."""
+        self._running = asyncio.create_task(self._run(worker_id, config, run_directory, engine_factory))
+        return await self._running
+
+    async def drain(self) -> None:
+        """Finish what is held, then end."""
+        self._draining = True
+        if self._worker is not None:
+            self._worker.drain()
+
+    async def close(self) -> None:
+        """End at once, the engine's processes included."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    async def _run(self, worker_id: str, config: Config, run_directory: Path, engine_factory: EngineFactory) -> bool:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        slot = HostSlot.claim()
         tokenizer = load_tokenizer(config.model.path)
-        recorder = Recorder(f"worker-{index}-{os.getpid()}")
+        recorder = Recorder(worker_id)
         prompts = PromptSource(config, tokenizer)
         reward = load_reward(config.reward.function)
-        hub = AsyncHubClient(connect(config.run.name))
-        engine = await engine_factory(config, index)
+        identity = identity_of(config)
+        if (hub := find_hub(config.run.name)) is not None:  # refused now rather than after the engine's start
+            await AsyncHubClient(config.run.name, hub).check(identity)
+        staging = Staging.of(run_directory, slot)
+        engine = await engine_factory(config, slot.index)
         try:
             generator = GroupGenerator(config, engine, tokenizer, reward, recorder)
-            staging = _staging(run_directory, index)
-            await Worker(config, hub, engine, prompts, generator, recorder, staging).run()
+            if not await self._hub_is_there(config.run.name):
+                return False
+            client = AsyncHubClient(config.run.name, find_hub(config.run.name))
+            self._worker = Worker(config, client, engine, prompts, generator, recorder, staging)
+            return await self._serve(identity)
         finally:
             await engine.close()
+
+    async def _hub_is_there(self, run_name: str) -> bool:
+        """Wait for the learner, which starts the hub. False when drained meanwhile."""
+        looks = 0
+        while find_hub(run_name) is None and not self._draining:
+            if looks % _LOOKS_PER_LINE == 0:
+                _LOG.info("waiting for the learner of run %s, which starts its hub", run_name)
+            looks += 1
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        return not self._draining
+
+    async def _serve(self, identity: Identity) -> bool:
+        assert self._worker is not None
+        if self._draining:
+            self._worker.drain()
+        return await self._worker.run(identity)
 
 
 def run_workers(
     config: Config,
     run_directory: Path,
+    stop: StopRequest,
     engine_factory: EngineFactory = vllm_engine,
     resources: Mapping[str, float] | None = None,
-) -> None:
-    """Start `rollout.workers` actors and wait until all have ended. Raises the first error of any of them.
+) -> bool:
+    """Start `rollout.workers` workers and wait until all have ended: True if the run is finished.
 
-    `resources`: custom Ray resources each actor asks for, which decides the nodes it may run on.
+    Raises the first error of any of them. `resources`: custom Ray resources each worker asks for.
     """
-    actor = ray.remote(RolloutWorker).options(num_cpus=0, max_restarts=0, resources=dict(resources or {}))
-    workers = [actor.remote() for _ in range(config.rollout.workers)]
-    pending: list[Any] = [
-        worker.run.remote(config, index, run_directory, engine_factory) for index, worker in enumerate(workers)
-    ]
     try:
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1)
-            ray.get(done)
+        return Crew(RolloutWorker, config, run_directory, engine_factory, resources or {}).work(stop)
     finally:
-        for index, worker in enumerate(workers):
-            ray.kill(worker)  # a worker that is ended in the middle of a load cannot tidy up
-            _staging(run_directory, index).clear()
-
-
-def _staging(run_directory: Path, index: int) -> Staging:
-    """Its name is that of every life of a worker, so that a killed one's files are cleared; unique on the host."""
-    name = f"{run_directory.name}-{zlib.crc32(str(run_directory).encode()):08x}-{index}"
-    return Staging(name, fallback=run_directory / "staging")
+        clear_abandoned()  # what workers of this host that were killed in the middle of a load left behind
 
 
 def main(arguments: list[str]) -> int:

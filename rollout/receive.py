@@ -1,23 +1,37 @@
-"""Node-local staging: verified buckets become files that the engine's processes can map.
+"""Weights on their way in: fetched from the object store, verified, and staged as files that the engine can map.
 
 The engine's workers are its own child processes and see no Ray objects, so the bytes pass through a folder in shared
-memory: `<root>/<run>-<worker>/v<version>/bucket-<i>.safetensors`. /dev/shm is used while it has room for all bytes
-plus a margin (a container has 64 MB by default), else the fallback folder. Everything is verified before the first
-file is written; files live from `stage` to the end of the `with` block, and leftovers of earlier versions or of a
-dead predecessor of the same name are removed first. No Ray here: buckets arrive as uint8 arrays.
+memory: `<root>/seqrelay-<uid>-<run>-slot<slot>/v<version>/bucket-<i>.safetensors`. The root is /dev/shm, or what the
+environment variable SEQRELAY_STAGING says, while it has room for all bytes plus a margin (a container has 64 MB by
+default), else the user's folder among temporary files. A worker is started by its node's Ray: set the variable where
+that is started. Containers that share one /dev/shm, and not their temporary files, need different roots.
+
+Everything is verified before the first file is written; files live from `stage` to the end of the `with` block.
+What a killed worker left is removed by the next one in its slot, and by `clear_abandoned`.
 """
 
+import asyncio
 import contextlib
+import os
+import re
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shared.errors import WeightSyncError
-from shared.records import Manifest
+import numpy as np
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+
+from rollout.slots import HostSlot, claims_paused, private_folder
+from shared.errors import ConfigError, WeightsLost, WeightSyncError
+from shared.records import Manifest, Publication
 from shared.weights import Blob, check_manifest, verify_bucket
 
+ROOT_VARIABLE = "SEQRELAY_STAGING"
+PREFIX = f"seqrelay-{os.getuid()}-"
 SHARED_MEMORY = Path("/dev/shm")
 MARGIN_BYTES = 64 << 20  # left free for other users of the folder, torch's own shared memory among them
 
@@ -31,18 +45,51 @@ class Staged:
     stage_s: float
 
 
+async def fetch_buckets(publication: Publication) -> list[Blob]:
+    """The publication's buckets in order, awaited from the object store; plain arrays are taken as they are.
+
+    WeightsLost when the process that put them there is gone: Ray notices about a second later.
+    """
+    try:
+        return list(await asyncio.gather(*map(_fetch, publication.buckets)))
+    except (ObjectLostError, RayActorError, GetTimeoutError) as error:
+        raise WeightsLost(
+            f"the weights of version {publication.manifest.version} cannot be fetched any more: the learner that "
+            f"published them is gone ({type(error).__name__}). The next publication brings them again."
+        ) from error
+
+
+async def _fetch(bucket: Any) -> Blob:
+    return bucket if isinstance(bucket, np.ndarray) else await bucket
+
+
+def staging_root() -> Path:
+    """Where weights are staged on this node while there is room. ConfigError when the variable names no folder."""
+    root = Path(os.environ.get(ROOT_VARIABLE) or SHARED_MEMORY)
+    if ROOT_VARIABLE in os.environ and not (root.is_dir() and os.access(root, os.W_OK)):
+        raise ConfigError(f"{ROOT_VARIABLE} = {root} is no folder that can be written. Set it to one in memory.")
+    return root
+
+
 class Staging:
-    """The staging folder of one worker. `name` is unique among live workers of the node, e.g. "run1-worker0"."""
+    """The staging folder of one worker. `name` is unique among live workers of the node, e.g. "run1-slot0"."""
 
     def __init__(
         self,
         name: str,
-        fallback: Path,
-        shared_memory: Path = SHARED_MEMORY,
+        fallback: Path | None = None,
+        shared_memory: Path | None = None,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
-        self._folders = (shared_memory / f"seqrelay-{name}", fallback / f"seqrelay-{name}")
+        roots = (shared_memory or staging_root(), fallback or private_folder())
+        self._folders = tuple(root / f"{PREFIX}{name}" for root in roots)
         self._free_bytes = free_bytes
+
+    @classmethod
+    def of(cls, run_directory: Path, slot: HostSlot) -> "Staging":
+        """That of the worker in this slot: the same for every life of a worker there, and another for every run."""
+        run = f"{run_directory.name}-{zlib.crc32(str(run_directory).encode()):08x}"
+        return cls(f"{run}-slot{slot.index}")
 
     @contextlib.contextmanager
     def stage(self, manifest: Manifest, buckets: Sequence[Blob]) -> Iterator[Staged]:
@@ -78,7 +125,8 @@ class Staging:
     def _write(self, version: int, buckets: Sequence[Blob]) -> tuple[Path, ...]:
         folder = self._choose(sum(blob.nbytes for blob in buckets)) / f"v{version}"
         try:
-            folder.mkdir(parents=True)
+            folder.parent.mkdir(mode=0o700)  # fails where somebody else has made it
+            folder.mkdir()
             files = []
             for number, blob in enumerate(buckets):
                 file = folder / f"bucket-{number}.safetensors"
@@ -86,7 +134,7 @@ class Staging:
                 files.append(file)
         except OSError as error:
             raise WeightSyncError(
-                f"version {version} cannot be staged in {folder}: {error}. Free some space."
+                f"version {version} cannot be staged in {folder}: {error}. Free some space, or set {ROOT_VARIABLE}."
             ) from error
         return tuple(files)
 
@@ -97,5 +145,16 @@ class Staging:
                 return folder
         roots = " and ".join(str(folder.parent) for folder in self._folders)
         raise WeightSyncError(
-            f"{num_bytes + MARGIN_BYTES} bytes are needed to stage the weights; {roots} have less. Free some space."
+            f"{num_bytes + MARGIN_BYTES} bytes are needed to stage the weights; {roots} have less. Free some space, or "
+            f"set {ROOT_VARIABLE} to a folder with more."
         )
+
+
+def clear_abandoned() -> None:
+    """Remove what this user's workers left on this host in slots that no live process holds, of whichever run."""
+    with claims_paused() as is_held:
+        for root in (staging_root(), private_folder()):
+            for folder in root.glob(f"{PREFIX}*-slot*"):
+                slot = re.search(r"-slot(\d+)$", folder.name)
+                if slot and not is_held(int(slot[1])):
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -16,6 +16,10 @@ class RolloutRejected(SeqrelayError):
     """The engine returned a completion whose log-probabilities cannot be trusted (missing, NaN, misaligned)."""
 
 
+class GroupTimeout(SeqrelayError):
+    """A group took longer than rollout.group_timeout_s."""
+
+
 class RewardError(SeqrelayError):
     """A reward function returned something that is not one finite number (or None) per completion."""
 
@@ -36,9 +40,21 @@ class SchemaError(SeqrelayError):
     """Rollout data or a ledger file that does not follow this release's schema; names column, value and remedy."""
 
 
+class CheckpointError(SeqrelayError):
+    """A checkpoint holds other bytes than were written; names the file."""
+
+
 class HubError(SeqrelayError):
     """A call to the hub breaks the group or step protocol."""
 
 
 class RunFailed(SeqrelayError):
     """One side of the run reported a failure; carries that side's traceback so that nobody waits in silence."""
+
+
+class LockHeld(ConfigError):
+    """Another process holds the lock; the message says which one."""
+
+
+class ClusterError(SeqrelayError):
+    """The Ray cluster did not start, or cannot be joined; says where to look."""

@@ -1,18 +1,25 @@
-"""What the hub knows besides the ledger and does not store: the current publication, and who evaluates what. Pure."""
+"""What the hub knows besides the ledger and does not store: the current publication, who evaluates what, how fast the
+run goes. Pure.
+"""
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shared.errors import HubError
 from shared.records import Publication
 
+RATE_WINDOW_S = 60.0
+
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A worker as the hub last saw it, `age_s` seconds ago."""
+    """A worker as the hub last saw it, `age_s` seconds ago; it joined `joined_s` seconds ago."""
 
     active_version: int
     age_s: float
+    joined_s: float = 0.0
+    num_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,9 @@ class HubStatus:
     """The run at one instant; issued = trained + sum(dropped.values()) + pending.
 
     `version` is the learner's current policy version, `published_version` the newest that workers may activate.
+    `staleness`: trained groups by the staleness of their oldest token, in versions. `learner_age_s`: seconds since the
+    learner was heard of, None without one. Rates count the last minute. `waiting_for`: what keeps the next step from
+    starting.
     """
 
     issued: int
@@ -31,6 +41,48 @@ class HubStatus:
     workers: dict[str, WorkerStatus]
     finished: bool
     failure: str | None
+    stopping: bool = False
+    incarnation: int = 0
+    steps: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+    learner: str | None = None
+    learner_age_s: float | None = None
+    groups_per_min: float = 0.0
+    steps_per_min: float = 0.0
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True)
+class LearnerOrders:
+    """The hub's answer to a learner's sign of life.
+
+    `stop`: finish the step, write a checkpoint, end. `republish`: the hub lost the current publication; send it again.
+    """
+
+    stop: bool = False
+    failure: str | None = None
+    republish: bool = False
+
+
+class Rate:
+    """Events in the last minute (or since the start, if that is less), per minute. Times are monotonic seconds."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._times_s: deque[float] = deque()
+
+    def count(self, now_s: float) -> None:
+        self._times_s.append(now_s)
+        self._forget(now_s)
+
+    def per_min(self, now_s: float) -> float:
+        self._forget(now_s)
+        window_s = min(RATE_WINDOW_S, now_s - self._start_s)
+        return len(self._times_s) * 60.0 / window_s if window_s > 0 else 0.0
+
+    def _forget(self, now_s: float) -> None:
+        while self._times_s and now_s - self._times_s[0] > RATE_WINDOW_S:
+            self._times_s.popleft()
 
 
 @dataclass(frozen=True)
@@ -50,9 +102,20 @@ class CurrentPublication:
     def __init__(self) -> None:
         self._current: Publication | None = None
 
-    def newer(self, than: int) -> Publication | None:
+    @property
+    def is_lost(self) -> bool:
+        return self._current is None
+
+    def newer(self, than: int, incarnation: int) -> Publication | None:
         current = self._current
-        return current if current and current.manifest.version > than else None
+        if current is None:
+            return None
+        manifest = current.manifest
+        return current if (manifest.version, manifest.incarnation) > (than, incarnation) else None
+
+    def forget(self) -> None:
+        """Its buckets are gone, together with the learner that held them."""
+        self._current = None
 
     def complete(self, publication: Publication) -> Publication:
         """The publication with tensors and buckets filled in from the current one if it moves the version only.
@@ -83,11 +146,11 @@ class CurrentPublication:
 
 
 class Evaluations:
-    """Versions that are to be evaluated, each by one worker while that version is active on it."""
+    """Versions that are to be evaluated, each by one worker while that version is active on it; `done` ones were."""
 
-    def __init__(self, versions: Iterable[int]) -> None:
+    def __init__(self, versions: Iterable[int], done: Iterable[int] = ()) -> None:
         self._holder: dict[int, str | None] = dict.fromkeys(versions)
-        self._done: set[int] = set()
+        self._done: set[int] = set(done)
 
     def hand_out(self, worker_id: str, active_version: int) -> int | None:
         """The worker's active version if that is to be evaluated and nobody does it; then this worker does."""

@@ -1,136 +1,143 @@
-"""`seqrelay train`: a private Ray cluster, the hub, and both services as processes of their own.
+"""The processes of a run: `seqrelay train` has both services and a private Ray cluster, `learner` and `rollout` one
+service each, on the run's detached cluster or on one that the user keeps.
 
-Owns their lifetime: when one fails the other is ended, and services and cluster end with this process, however it ends.
-What the services print goes to `logs/` in the run directory; this process shows progress from the files that the hub
-writes.
+Owns the services' lifetime: when one fails the other is ended, and they end with this process, however it ends. The
+first Ctrl-C (or SIGTERM, or SIGHUP) lets them finish what they hold, the second ends them at once. What they print goes
+to `logs/` in the run directory; this process shows progress from the files that the hub writes.
 """
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from shared.cluster import ensure_cluster, private_cluster
+from shared.cluster_environment import join_environment
 from shared.config import Config
 from shared.errors import ConfigError, RunFailed
-from shared.progress import Progress
+from shared.stopping import STOPPED
 
 _POLL_S = 0.2
 _GRACE_S = 20.0
-_HUB_ANSWERS_S = 5.0
+_CONFIG_AT_FAULT = 2
 
 
-def train(config: Config, run_directory: Path, json_lines: bool = False) -> int:
-    """Run to the end; returns 0.
+class View(Protocol):
+    """What a person sees meanwhile."""
 
-    ConfigError when the run directory cannot be made; RunFailed with what the failing side told the hub, or else with
-    its last log lines; KeyboardInterrupt also for SIGTERM and SIGHUP.
-    """
+    def update(self) -> None: ...
+    def say(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the services ended: all steps trained, or not; `interrupted`: because this process was asked to end."""
+
+    finished: bool
+    interrupted: bool
+
+
+def train(config: Config, run_directory: Path, view: View) -> Outcome:
+    """Both services on a private cluster. RunFailed, or ConfigError, with what the failing side said."""
+    with private_cluster(run_directory, config.run.name, Path(config.model.path)) as cluster:
+        from shared.hub_start import start_hub
+
+        interrupt_at_signals()  # after the cluster's start, which puts in a handler that ends nothing
+        start_hub(config, run_directory)
+        return run_services(("rollout", "learner"), config, run_directory, cluster.address, view)
+
+
+def serve(side: str, config: Config, run_directory: Path, address: str | None, view: View) -> Outcome:
+    """One service, on the cluster at `address` or, without one, the run's own. Errors as in `train`."""
+    interrupt_at_signals()
+    target = address or ensure_cluster(run_directory, Path(config.model.path))
+    return run_services((side,), config, run_directory, join_environment(target), view)
+
+
+def run_services(sides: Sequence[str], config: Config, run_directory: Path, address: str, view: View) -> Outcome:
+    """Start these services as processes of their own and wait until all have ended."""
     try:
-        (run_directory / "logs").mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            f"run.directory: {run_directory} cannot be made: {error.strerror}. Choose another."
-        ) from error
-    resolved = run_directory / "config.json"
-    resolved.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    progress = Progress(config, run_directory, json_lines)
-    try:
-        with _private_cluster(config, run_directory) as (hub, address), _services(resolved, address) as services:
-            try:
-                _wait(services, hub, run_directory, progress)
-            finally:
-                progress.update()
+        with _services(sides, config, run_directory, address) as services:
+            return _wait(services, run_directory, view)
     finally:
-        progress.close()
-    progress.finish()
-    return 0
+        view.update()
+        view.close()
 
 
-@contextmanager
-def _private_cluster(config: Config, run_directory: Path) -> Iterator[tuple[Any, str]]:
-    """The run's hub in a Ray cluster on this host's loopback, and its address. Only holders of its token are heard."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # inherited by our children, never written down
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Read on Linux too, despite its name: otherwise Ray listens on all interfaces, whatever address it is given.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve the engines beside the learner
-    import ray
-
-    from shared.hub import start_hub
-
-    context = ray.init(
-        address="local",
-        namespace=config.run.name,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="warning",
-    )
-    _interrupt_at(signal.SIGTERM, signal.SIGHUP)  # after `init`, whose own handler aborts and ends nothing
-    try:
-        yield start_hub(config, run_directory), context.address_info["gcs_address"]
-    finally:
-        ray.shutdown()
-
-
-def _interrupt_at(*signals: signal.Signals) -> None:
-    """Treat these like Ctrl-C, but for those that are ignored, as SIGHUP is under nohup."""
-    for number in signals:
+def interrupt_at_signals() -> None:
+    """Treat SIGTERM and SIGHUP like Ctrl-C, but for those that are ignored, as SIGHUP is under nohup."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager
-def _services(resolved: Path, address: str) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Both services, each in a process of its own; whatever still runs at the end is ended."""
+def _services(
+    sides: Sequence[str], config: Config, run_directory: Path, address: str
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Each in a process of its own; whatever still runs at the end is ended."""
     services: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for side in ("rollout", "learner"):
-            log = resolved.parent / "logs" / f"{side}.log"
+        for side in sides:
+            resolved = run_directory / "logs" / f"{side}-{os.getpid()}.json"
+            resolved.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
             command = [sys.executable, "-m", f"{side}.main", "--config", str(resolved), "--address", address]
-            command += ["--parent", str(os.getpid())]
-            with log.open("wb") as output:
+            command += ["--run-directory", str(run_directory), "--parent", str(os.getpid())]
+            with log_path(run_directory, side).open("wb") as output:
                 services[side] = subprocess.Popen(
                     command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
                 )
         yield services
     finally:
-        _end(services.values())
+        _end(list(services.values()))
 
 
-def _wait(services: dict[str, subprocess.Popen[bytes]], hub: Any, run_directory: Path, progress: Progress) -> None:
-    running = dict(services)
+def log_path(run_directory: Path, side: str) -> Path:
+    """Where a service started by this process prints to."""
+    return run_directory / "logs" / f"{side}-{os.getpid()}.log"
+
+
+def _wait(services: Mapping[str, subprocess.Popen[bytes]], run_directory: Path, view: View) -> Outcome:
+    running, codes, interrupted = dict(services), [], False
     while running:
-        progress.update()
-        for side, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            del running[side]
-            if process.returncode != 0:
-                log = run_directory / "logs" / f"{side}.log"
-                ended = f"the {side} service ended with code {process.returncode}. {log}:\n{_tail(log)}"
-                raise RunFailed(_told(hub) or ended)
-        time.sleep(_POLL_S)
+        try:
+            view.update()
+            for side, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[side]
+                    codes.append(process.returncode)
+                    _raise_if_failed(side, process.returncode, log_path(run_directory, side))
+            time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            if interrupted:
+                raise
+            interrupted = True
+            view.say("stopping: finishing what was begun; Ctrl-C again leaves at once, which loses nothing either")
+            for process in running.values():
+                process.terminate()
+    return Outcome(all(code == 0 for code in codes), interrupted)
 
 
-def _told(hub: Any) -> str | None:
-    """The first failure that a side reported to the hub; None without any, or without a hub."""
-    import ray
+def _raise_if_failed(side: str, code: int, log: Path) -> None:
+    if code in (0, STOPPED):
+        return
+    said = log.with_suffix(".error")
+    text = said.read_text(encoding="utf-8").strip() if said.exists() else f"{log}:\n{_tail(log)}"
+    if code == _CONFIG_AT_FAULT:
+        raise ConfigError(text)
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+    raise RunFailed(f"the {side} service {how}. {text}")
 
-    try:
-        return ray.get(hub.status.remote(), timeout=_HUB_ANSWERS_S).failure
-    except ray.exceptions.RayError:
-        return None
 
-
-def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Ask those that still run to end, then make them; both services are leaders of their own process group."""
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask those that still run to end, then make them; each is the leader of its own process group."""
     running = [p for p in processes if p.poll() is None]
     for process in running:
         process.terminate()
@@ -139,7 +146,7 @@ def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
         for process in running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline_s - time.monotonic()))
-    finally:  # also when a second Ctrl-C ends the wait
+    finally:  # also when another Ctrl-C ends the wait
         for process in running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

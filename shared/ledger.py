@@ -14,72 +14,15 @@ version k. Invariants, all checked by `check`:
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Literal, Self
 
 from shared.errors import HubError, RunFailed
+from shared.ledger_rows import PENDING, Balance, GroupRow, GroupState, LedgerRules, StepRow
 from shared.records import GroupId, StepPlan, Ticket
 
 MAX_REPLACEMENTS = 100
-
-
-class GroupState(StrEnum):
-    """Life of one group: generating (or waiting for another worker) > ready > taken > trained; or dropped."""
-
-    GENERATING = "generating"
-    WAITING = "waiting"  # its worker was lost: the next attempt goes to whoever asks
-    READY = "ready"
-    TAKEN = "taken"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-
-
-PENDING = (GroupState.GENERATING, GroupState.WAITING, GroupState.READY, GroupState.TAKEN)
-
-
-@dataclass(frozen=True)
-class LedgerRules:
-    """Numbers of the run that the invariants are made of. `max_attempts`: issues of one group before it is dropped."""
-
-    prompts_per_step: int
-    max_staleness: int
-    steps: int
-    max_attempts: int = 3
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """One issued group. `worker_id` had it last; `issued_at_s` is when (Unix seconds); `reason` if dropped."""
-
-    group: GroupId
-    state: GroupState
-    attempt: int
-    worker_id: str
-    issued_at_s: float
-    reason: str = ""
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One begun step; committed once it has a weights digest."""
-
-    plan: StepPlan
-    weights_digest: str | None = None
-    published: bool = False
-
-
-@dataclass(frozen=True)
-class Balance:
-    """issued = trained + sum(dropped.values()) + pending. `unsettled`: pending, or trained and not yet published."""
-
-    issued: int
-    trained: int
-    dropped: Mapping[str, int]
-    pending: int
-    unsettled: int
 
 
 Verdict = Literal["accepted", "repeated", "late"]
@@ -127,6 +70,30 @@ class Ledger:
         first = step * self.rules.prompts_per_step
         return {number: self._holder(number) for number in range(first, first + self.rules.prompts_per_step)}
 
+    @property
+    def incarnation(self) -> int:
+        """That of the current version's weights."""
+        return max((row.incarnation for row in self._steps.values()), default=0)
+
+    def begun_plan(self) -> StepPlan | None:
+        """The plan of the next step, if it was begun and not committed."""
+        row = self._steps.get(self.version)
+        return row.plan if row else None
+
+    def staleness(self) -> dict[int, int]:
+        """Trained groups by the staleness of their oldest token, in versions."""
+        trained = (row for row in self._rows.values() if row.state is GroupState.TRAINED)
+        ages = (
+            row.group.number // self.rules.prompts_per_step - row.oldest_version
+            for row in trained
+            if row.oldest_version is not None
+        )
+        return dict(sorted(Counter(ages).items()))
+
+    def num_held(self) -> dict[str, int]:
+        """Groups being generated, by worker."""
+        return dict(Counter(row.worker_id for row in self._rows.values() if row.state is GroupState.GENERATING))
+
     def oldest_version_allowed(self, group: GroupId) -> int:
         """Oldest policy version a token of this group may have, so that the bound holds when the group is trained."""
         return max(0, group.number // self.rules.prompts_per_step - self.rules.max_staleness)
@@ -160,7 +127,7 @@ class Ledger:
             tickets.append(Ticket(group, attempt))
         return tuple(tickets)
 
-    def submit(self, worker_id: str, ticket: Ticket) -> Verdict:
+    def submit(self, worker_id: str, ticket: Ticket, oldest_version: int | None = None) -> Verdict:
         """A finished group: "accepted", "repeated" (this very attempt was accepted before) or "late" (refused).
 
         HubError when the ticket was never issued, or to another worker.
@@ -170,7 +137,7 @@ class Ledger:
             return "late"
         if row.state is not GroupState.GENERATING:
             return "repeated"
-        self._set(replace(row, state=GroupState.READY))
+        self._set(replace(row, state=GroupState.READY, oldest_version=oldest_version))
         return "accepted"
 
     def give_up(self, worker_id: str, ticket: Ticket, reason: str, detail: str = "") -> bool:
@@ -184,12 +151,19 @@ class Ledger:
         self._drop(row, reason, detail)
         return True
 
-    def worker_lost(self, worker_id: str) -> list[GroupRow]:
-        """What this worker was generating is to be issued again, or dropped after `max_attempts`; returns its rows.
+    def worker_lost(self, worker_id: str, holds: Collection[Ticket] = ()) -> list[GroupRow]:
+        """What this worker was generating, save what it `holds`, is to be issued again; returns the rows it changed.
 
-        RunFailed as in `give_up`.
+        After `max_attempts` a group is dropped. With `holds`: an answer that never reached a living worker, because the
+        hub or the connection was lost with it, is taken back. RunFailed as in `give_up`.
         """
-        held = [r for r in self._rows.values() if r.state is GroupState.GENERATING and r.worker_id == worker_id]
+        held = [
+            row
+            for row in self._rows.values()
+            if row.state is GroupState.GENERATING
+            and row.worker_id == worker_id
+            and Ticket(row.group, row.attempt) not in holds
+        ]
         for row in held:
             if row.attempt + 1 >= self.rules.max_attempts:
                 self._drop(row, "worker_lost", f"{row.attempt + 1} workers were lost with it")
@@ -218,22 +192,38 @@ class Ledger:
         if begun and begun.plan != plan:
             raise HubError(f"step {plan.step} was begun as {begun.plan}; it cannot be begun again as {plan}")
         rows = self.step_groups(plan.step).values()
-        expected = tuple(row.group for row in rows if row and row.state is GroupState.TAKEN)
+        expected = tuple(row.group for row in rows if row and row.state in (GroupState.READY, GroupState.TAKEN))
         if plan.groups != expected or len(expected) != self.rules.prompts_per_step:
             raise HubError(
                 f"step {plan.step} must train the groups that were taken for it, in order: "
                 f"{_names(expected)}; the plan has {_names(plan.groups)}"
             )
+        for group in expected:  # ready, not taken, when the hub was restarted in between: taking is not stored
+            self._set(replace(self.row(group), state=GroupState.TAKEN))
         self._steps[plan.step] = StepRow(plan)
 
     def commit_step(self, step: int, weights_digest: str) -> None:
-        """The step's groups are trained and the version moves to step + 1. HubError unless the step was begun."""
+        """The step's groups are trained and the version moves to step + 1. The same commit again changes nothing.
+
+        HubError unless the step was begun.
+        """
+        if step == self.version - 1 and self.step_row(step).weights_digest == weights_digest:
+            return
         self._require_current("commit_step", step)
         row = self.step_row(step)
         for group in row.plan.groups:
             self._set(replace(self.row(group), state=GroupState.TRAINED))
-        self._steps[step] = replace(row, weights_digest=weights_digest)
+        self._steps[step] = replace(row, weights_digest=weights_digest, incarnation=self.incarnation)
         self.version = step + 1
+
+    def replace_weights(self, weights_digest: str) -> StepRow:
+        """A learner that recovered holds other weights for the current version: a new incarnation begins.
+
+        HubError before the first step: everybody starts from the same files.
+        """
+        row = self.step_row(self.version - 1)
+        self._steps[self.version - 1] = replace(row, weights_digest=weights_digest, incarnation=self.incarnation + 1)
+        return self._steps[self.version - 1]
 
     def publish(self, version: int) -> list[StepRow]:
         """Workers may now activate `version`; groups of earlier steps are settled. Returns the steps this settled.

@@ -1,6 +1,7 @@
 """What a person sees while a run goes on: a line a step, read from the files that the hub appends to."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ _COLUMNS = (
     ("step", 5), ("reward", 7), ("clip +", 7), ("clip -", 7), ("log s", 9), ("stale", 6), ("len", 6),
     ("gen tok/s", 10), ("train tok/s", 12), ("wait s", 7), ("step s", 7), ("sync s", 7),
 )  # fmt: skip
+
+
+_OUR_LINE = re.compile(r"\d\d:\d\d:\d\d,\d+ (rollout|shared)\S* (INFO|WARNING|ERROR) .*")
 
 
 class Progress:
@@ -47,15 +51,14 @@ class Progress:
         doing = f"step {self._step} of {self._num_steps}" if self._header_shown else "starting engine and learner"
         self._status.update(f"{doing}, {elapsed_s:.0f} s; logs in {self._run_directory / 'logs'}")
 
+    def say(self, line: str) -> None:
+        """A line for a person."""
+        if not self._json_lines:
+            self._console.print(line, soft_wrap=True)
+
     def close(self) -> None:
         """Give the terminal back as it was."""
         self._status.stop()
-
-    def finish(self) -> None:
-        """The last line: where everything is."""
-        if not self._json_lines:
-            self._console.print(f"run directory: {self._run_directory}", soft_wrap=True)
-            self._console.print("final weights: checkpoints/final (loads with transformers and vLLM)")
 
     def _show(self, kind: str, row: dict[str, Any]) -> None:
         if self._json_lines:
@@ -86,22 +89,45 @@ class Progress:
         self._console.print(line, soft_wrap=True)
 
 
+class LogLines:
+    """Shows what a service of ours logs; what vLLM and Ray print stays in the file."""
+
+    def __init__(self, log: Path) -> None:
+        self._tail = _Tail(log)
+        self._console = Console(highlight=False)
+        self.say(f"log: {log}")
+
+    def update(self) -> None:
+        for line in self._tail.new_lines():
+            if found := _OUR_LINE.search(line):
+                self.say(found[0])
+
+    def say(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        pass
+
+
 class _Tail:
-    """The complete lines appended to a JSONL file since the last call."""
+    """The complete lines appended to a file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def new_rows(self) -> Iterator[dict[str, Any]]:
+        yield from map(json.loads, self.new_lines())
+
+    def new_lines(self) -> list[str]:
         if not self._path.exists():
-            return
+            return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             text = file.read()
         end = text.rfind(b"\n") + 1
         self._offset += end
-        yield from (json.loads(line) for line in text[:end].splitlines())
+        return text[:end].decode("utf-8", errors="replace").splitlines()
 
 
 def _number(value: float | None, digits: int) -> str:

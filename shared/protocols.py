@@ -1,7 +1,7 @@
 """The seams. Each is a Protocol of at most four methods with one contract suite in tests/contract.
 
-Who implements what: `GroupSource`, `VersionFeed`, `GroupSink` - the hub (through its Ray handle, or a fake in
-memory); `Engine` - vLLM (rollout/engine.py) or the deterministic fake in tests.
+Who implements what: `GroupSource`, `Membership`, `VersionFeed`, `GroupSink` - the hub (through its Ray handle, or a
+fake in memory); `Engine` - vLLM (rollout/engine.py) or the deterministic fake in tests.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Protocol
 from shared.records import (
     FinishReason,
     Float32Array,
+    Identity,
     Int32Array,
     Manifest,
     Publication,
@@ -25,8 +26,11 @@ from shared.records import (
 class GroupSource(Protocol):
     """Where a rollout worker gets its work and leaves its results."""
 
-    async def next_work(self, worker_id: str, active_version: int, max_groups: int) -> Work:
-        """Up to `max_groups` tickets this worker may start at `active_version`. Waits briefly when there are none."""
+    async def next_work(self, worker_id: str, active_version: int, holds: Sequence[Ticket], max_groups: int) -> Work:
+        """Up to `max_groups` tickets this worker may start at `active_version`. Waits briefly when there are none.
+
+        `holds`: what the worker has and has not handed in; anything else that was issued to it is issued again.
+        """
         ...
 
     async def submit(self, worker_id: str, ticket: Ticket, payload: bytes) -> bool:
@@ -45,19 +49,42 @@ class GroupSource(Protocol):
         ...
 
 
+class Membership(Protocol):
+    """How a rollout worker comes, stays and goes."""
+
+    async def check(self, identity: Identity) -> str:
+        """Before the engine is started: "" if this worker may join, or what it would wait for. ConfigError if not."""
+        ...
+
+    async def join(self, worker_id: str, identity: Identity) -> str:
+        """As `check`, after which the worker's lease runs. Waits briefly before it says what it waits for."""
+        ...
+
+    async def heartbeat(self, worker_id: str) -> None:
+        """Renew the lease."""
+        ...
+
+    async def leave(self, worker_id: str, why: str = "") -> None:
+        """The worker is gone; what it held is issued again."""
+        ...
+
+
 class VersionFeed(Protocol):
     """How a rollout worker learns of new policy versions."""
 
-    async def newer_version(self, than: int) -> Publication | None:
-        """The current publication once its version exceeds `than`; None after a short wait, to be asked again."""
+    async def newer_version(self, than: int, incarnation: int = 0) -> Publication | None:
+        """The current publication once (version, incarnation) exceeds these; None after a short wait, to ask again."""
         ...
 
 
 class GroupSink(Protocol):
     """Where the learner takes groups from and reports its steps to. Calls block."""
 
-    def take(self, step: int) -> list[bytes]:
-        """The groups of step `step` in order, waiting until all are ready. RunFailed when the other side failed."""
+    def take(self, step: int) -> list[bytes] | None:
+        """The groups of step `step` in order, waiting until all are ready; None when the learner is to stop instead.
+
+        RunFailed when the other side failed.
+        """
         ...
 
     def begin_step(self, plan: StepPlan) -> None:

@@ -276,4 +276,20 @@ class Span:
         return self.end_s - self.start_s
 
 
+EventName = Literal[
+    "hub_started", "joined", "left", "lost", "refused", "learner_came", "learner_left", "new_incarnation",
+    "stop_requested", "failed",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the run once, for events.jsonl. Unix seconds."""
+
+    at_s: float
+    name: EventName
+    who: str
+    detail: str = ""
+
+
 Report = SyncReport | ProbeReport | EvalReport | Span

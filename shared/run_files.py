@@ -1,10 +1,20 @@
-"""Reading a run directory back: the JSON lines that the hub appended, as records."""
+"""Reading a run directory back, of a run that goes on or has ended: nothing here creates or changes anything.
+
+The JSON lines that the hub appended, the steps in its ledger and the groups that they trained, as records.
+"""
 
 import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared.records import EvalReport, ProbeReport, Span, SyncReport
+from shared.errors import SchemaError
+from shared.ledger_rows import GroupRow, StepRow
+from shared.records import EvalReport, GroupId, ProbeReport, RecordedStep, Span, StepPlan, SyncReport
+from shared.schema import encode_group
+from shared.store import DATABASE_VERSION, group_rows, read_trajectories, step_rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -34,3 +44,62 @@ def read_probes(run_directory: Path) -> list[ProbeReport]:
 
 def read_evaluations(run_directory: Path) -> list[EvalReport]:
     return [EvalReport(**row) for row in read_rows(run_directory / "evaluations.jsonl")]
+
+
+def read_steps(run_directory: Path) -> list[StepRow]:
+    """The begun steps of the run's ledger, in order; those with a weights digest are committed.
+
+    SchemaError when there is no ledger, it has another layout, or a killed hub left it in the middle of a change.
+    """
+    with _ledger(run_directory) as database:
+        return step_rows(database)
+
+
+def read_ledger(run_directory: Path) -> tuple[list[GroupRow], list[StepRow]]:
+    """All rows of the run's ledger, for `Ledger.from_rows`; none before its hub was first started.
+
+    SchemaError as `read_steps`.
+    """
+    if not (run_directory / "ledger.sqlite").exists():
+        return [], []
+    with _ledger(run_directory) as database:
+        return group_rows(database), step_rows(database)
+
+
+def read_recorded_step(run_directory: Path, row: StepRow) -> RecordedStep:
+    """A committed step with its groups' bytes in the plan's order. SchemaError naming the file where one is missing."""
+    plan = row.plan
+    payloads = _held_payloads(run_directory, plan)
+    if len(payloads) < len(plan.groups):  # the bytes leave the ledger once they are in the step's Parquet file
+        path = run_directory / "trajectories" / f"step-{plan.step:06d}.parquet"
+        payloads = {group.group: encode_group(group) for group in read_trajectories(path)}
+        if missing := [str(group) for group in plan.groups if group not in payloads]:
+            raise SchemaError(f"{path}: group {missing[0]} of step {plan.step} is not there; take the file of this run")
+    return RecordedStep(plan, [payloads[group] for group in plan.groups], row.weights_digest or "")
+
+
+def _held_payloads(run_directory: Path, plan: StepPlan) -> dict[GroupId, bytes]:
+    query = "SELECT payload FROM payloads WHERE number = ? AND replacement = ?"
+    with _ledger(run_directory) as database:
+        rows = ((group, database.execute(query, (group.number, group.replacement)).fetchone()) for group in plan.groups)
+        return {group: bytes(row[0]) for group, row in rows if row}
+
+
+@contextmanager
+def _ledger(run_directory: Path) -> Iterator[sqlite3.Connection]:
+    """The run's database, open for reading only. SchemaError as `read_steps`."""
+    path = run_directory / "ledger.sqlite"
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version != DATABASE_VERSION:
+                raise SchemaError(
+                    f"{path} has layout version {version}, this release uses {DATABASE_VERSION}; "
+                    f"read it with the release that wrote it"
+                )
+            yield database
+    except sqlite3.Error as error:
+        raise SchemaError(
+            f"{path}: {error}. It must be a run's ledger; if its hub was killed in the middle of a change, "
+            f"resume the run once and it is whole again"
+        ) from error

@@ -12,6 +12,7 @@ log-probability. `pyarrow.input_stream(payload, compression="zstd")` is an ordin
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -96,8 +97,48 @@ def decode_group(payload: bytes) -> Group:
     SchemaError when the bytes are no Arrow stream, of another schema version or other columns, or fail `check_group`.
     """
     batch = _read_batch(payload)
+    return _group_of(batch, batch.column("rollouts")[0].values)
+
+
+def step_table(groups: Sequence[Group], step: int) -> pa.Table:
+    """One row per rollout of the step's groups, in their order: `STEP_SCHEMA`, whatever the values are."""
+    tables = []
+    for group in groups:
+        rollouts = _rollouts_array(group)[0].values
+        repeated = [_repeat(array, len(rollouts)) for array in _group_arrays(group)]
+        steps = pa.array([step] * len(rollouts), pa.int64())
+        tables.append(pa.table([steps, *repeated, *rollouts.flatten()], schema=STEP_SCHEMA))
+    return pa.concat_tables(tables).combine_chunks() if tables else STEP_SCHEMA.empty_table()
+
+
+def groups_of_table(table: pa.Table) -> list[Group]:
+    """The groups that `step_table` made the table of, exactly, in order. Their arrays are read-only.
+
+    SchemaError for another schema version or other columns, a missing value, rows of a group that are not together, in
+    member order and of one mind about the group, or what `check_group` refuses.
+    """
+    _check_schema(table.schema, STEP_SCHEMA)
+    _check_present(table, STEP_SCHEMA)
+    batch = pa.record_batch([column.combine_chunks() for column in table.columns], schema=STEP_SCHEMA)
+    starts = np.flatnonzero(batch.column("member").to_numpy() == 0).tolist()
+    if batch.num_rows and starts[:1] != [0]:
+        raise SchemaError("the first row is not member 0 of a group; the rows of a group are together, in order")
+    return [_group_of_rows(batch.slice(start, end - start)) for start, end in pairwise([*starts, batch.num_rows])]
+
+
+def _group_of_rows(rows: pa.RecordBatch) -> Group:
+    for field in GROUP_COLUMNS:
+        column = rows.column(field.name)
+        if not column.equals(_repeat(column, len(column))):
+            number = rows.column("group_number")[0]
+            raise SchemaError(f"group {number}: {field.name} differs between its rows; every row repeats the group's")
+    columns = [rows.column(field.name) for field in ROLLOUT_COLUMNS]
+    return _group_of(rows, pa.StructArray.from_arrays(columns, fields=list(ROLLOUT_COLUMNS)))
+
+
+def _group_of(batch: pa.RecordBatch, rollouts: pa.StructArray) -> Group:
+    """The group whose own columns are in the first row of `batch`, checked."""
     values = {field.name: batch.column(field.name)[0].as_py() for field in GROUP_COLUMNS if field.name != "prompt_ids"}
-    rollouts = batch.column("rollouts")[0].values
     prompt_ids = batch.column("prompt_ids")[0].values
     if prompt_ids.null_count or rollouts.null_count:
         raise SchemaError(f"group {values['group_number']}: null in prompt_ids or rollouts; send values only")
@@ -110,17 +151,6 @@ def decode_group(payload: bytes) -> Group:
     )
     check_group(group)
     return group
-
-
-def step_table(groups: Sequence[Group], step: int) -> pa.Table:
-    """One row per rollout of the step's groups, in their order: `STEP_SCHEMA`, whatever the values are."""
-    tables = []
-    for group in groups:
-        rollouts = _rollouts_array(group)[0].values
-        repeated = [_repeat(array, len(rollouts)) for array in _group_arrays(group)]
-        steps = pa.array([step] * len(rollouts), pa.int64())
-        tables.append(pa.table([steps, *repeated, *rollouts.flatten()], schema=STEP_SCHEMA))
-    return pa.concat_tables(tables).combine_chunks() if tables else STEP_SCHEMA.empty_table()
 
 
 def _repeat(array: pa.Array, times: int) -> pa.Array:
@@ -163,7 +193,7 @@ def _read_batch(payload: bytes) -> pa.RecordBatch:
         stream = pa.CompressedInputStream(pa.BufferReader(payload), _CODEC)
         with stream, pa.ipc.open_stream(stream) as reader:
             schema = reader.schema
-            _check_schema(schema)
+            _check_schema(schema, WIRE_SCHEMA)
             batches = list(reader)
         for batch in batches:
             batch.validate(full=True)
@@ -172,21 +202,25 @@ def _read_batch(payload: bytes) -> pa.RecordBatch:
     if [batch.num_rows for batch in batches] != [1]:
         raise SchemaError(f"record batches of {[b.num_rows for b in batches]} rows; a group is one batch of one row")
     batch = batches[0]
-    missing = [field.name for field in WIRE_SCHEMA if batch.column(field.name).null_count]
-    if missing:
-        raise SchemaError(f"null in {missing}; these columns always have a value")
+    _check_present(batch, WIRE_SCHEMA)
     return batch
 
 
-def _check_schema(schema: pa.Schema) -> None:
+def _check_present(data: pa.RecordBatch | pa.Table, expected: pa.Schema) -> None:
+    missing = [field.name for field in expected if not field.nullable and data.column(field.name).null_count]
+    if missing:
+        raise SchemaError(f"null in {missing}; these columns always have a value")
+
+
+def _check_schema(schema: pa.Schema, expected: pa.Schema) -> None:
     version = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode(errors="replace")
     if version != str(SCHEMA_VERSION):
         raise SchemaError(
             f"schema version {version}, this release reads and writes {SCHEMA_VERSION}; "
             f"run the same release of seqrelay on every host"
         )
-    if not schema.equals(WIRE_SCHEMA, check_metadata=False):
-        ours, theirs = ({f"{f.name}: {f.type}" for f in s} for s in (WIRE_SCHEMA, schema))
+    if not schema.equals(expected, check_metadata=False):
+        ours, theirs = ({f"{f.name}: {f.type}" for f in s} for s in (expected, schema))
         raise SchemaError(
             f"schema version {version} with other columns: missing {sorted(ours - theirs)}, "
             f"unknown {sorted(theirs - ours)}; send exactly the columns of shared.schema"

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -15,24 +14,23 @@ from pathlib import Path
 
 from shared.config import Config
 from shared.config_file import load_resolved
-from shared.errors import ConfigError, HubError
+from shared.errors import ConfigError, HubError, RunFailed
+from shared.stopping import STOPPED, StopRequest
 
-Body = Callable[[Config, Path], None]
+Body = Callable[[Config, Path, StopRequest], bool]
 
 _PARENT_POLL_S = 1.0
 
 
 def run_service(side: str, body: Body, arguments: list[str]) -> int:
-    """Join the cluster, run `body(config, run_directory)`, return the exit code.
+    """Join the cluster, run `body(config, run_directory, stop)`, return the exit code.
 
-    A failure is printed with its traceback and reported to the hub: the other side stops instead of waiting. The hub
-    gets the traceback too, or the message alone if the config is at fault.
+    0: the run is finished; STOPPED: ended on request before that; 1: failed; 2: the config is at fault. A failure is
+    printed with its traceback, and reported to the hub, so that the other side stops instead of waiting, and to who
+    started this service (a file beside the config): the traceback, or the message alone if the config is at fault. A
+    failure that came from the hub is not sent back to it.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {side}.main")
-    parser.add_argument("--config", type=Path, required=True, help="config.json of a run directory")
-    parser.add_argument("--address", required=True, help="address of the Ray cluster")
-    parser.add_argument("--parent", type=int, help="process id of the parent, without which this service ends")
-    options = parser.parse_args(arguments)
+    options = _parse(side, arguments)
     if options.parent is not None:
         threading.Thread(target=_end_with, args=(options.parent,), daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -40,24 +38,48 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
 
     import ray  # after the arguments are known to be good: this import takes a second
 
-    from shared.hub_client import connect, report_failure
-
+    stop = StopRequest()
     ray.init(address=options.address, namespace=config.run.name, log_to_driver=True, logging_level=logging.WARNING)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # Ray's aborts with a crash report
+    stop.on_signals()  # after `init`, whose own handler aborts with a crash report
     try:
-        body(config, options.config.parent)
-        return 0
+        return 0 if body(config, options.run_directory, stop) else STOPPED
     except Exception as error:
-        text = traceback.format_exc()
+        text, code = _explain(error)
         logging.getLogger(side).error("%s", text)
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        try:
-            report_failure(connect(config.run.name), side, str(cause) if isinstance(cause, ConfigError) else text)
-        except HubError as unheard:
-            logging.getLogger(side).error("nobody was told of this: %s", unheard)
-        return 1
+        options.config.with_suffix(".error").write_text(text + "\n", encoding="utf-8")
+        if not isinstance(error, RunFailed):
+            _report(side, config, text)
+        return code
     finally:
         ray.shutdown()
+
+
+def _parse(side: str, arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {side}.main")
+    parser.add_argument("--config", type=Path, required=True, help="the resolved config, as JSON")
+    parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--address", required=True, help="address of the Ray cluster")
+    parser.add_argument("--parent", type=int, help="process id of the parent, without which this service ends")
+    return parser.parse_args(arguments)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """What to say, and the exit code."""
+    from ray.exceptions import RayTaskError
+
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, ConfigError):
+        return str(cause), 2
+    return str(error) if isinstance(error, RunFailed) else traceback.format_exc(), 1
+
+
+def _report(side: str, config: Config, text: str) -> None:
+    from shared.hub_client import report_failure
+
+    try:
+        report_failure(config.run.name, side, text)
+    except HubError as unheard:
+        logging.getLogger(side).error("nobody was told of this: %s", unheard)
 
 
 def _end_with(parent: int) -> None:

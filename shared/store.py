@@ -15,22 +15,27 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shared.errors import SchemaError
-from shared.ledger import GroupRow, GroupState, StepRow
-from shared.records import GroupId, StepPlan
-from shared.schema import decode_group, step_table
+from shared.ledger_rows import GroupRow, GroupState, StepRow
+from shared.records import Group, GroupId, StepPlan
+from shared.schema import decode_group, groups_of_table, step_table
 
-DATABASE_VERSION = 1
+DATABASE_VERSION = 2
 
 _TABLES = f"""
 CREATE TABLE groups (
     number INTEGER, replacement INTEGER, state TEXT NOT NULL, attempt INTEGER NOT NULL, worker_id TEXT NOT NULL,
-    issued_at_s REAL NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, PRIMARY KEY (number, replacement)
+    issued_at_s REAL NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL, oldest_version INTEGER,
+    PRIMARY KEY (number, replacement)
 );
 CREATE TABLE payloads (number INTEGER, replacement INTEGER, payload BLOB NOT NULL, PRIMARY KEY (number, replacement));
-CREATE TABLE steps (step INTEGER PRIMARY KEY, plan TEXT NOT NULL, weights_digest TEXT, published INTEGER NOT NULL);
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, plan TEXT NOT NULL, weights_digest TEXT, published INTEGER NOT NULL,
+    incarnation INTEGER NOT NULL
+);
 PRAGMA user_version = {DATABASE_VERSION};
 """
 
@@ -66,17 +71,7 @@ class Store:
 
     def load(self) -> tuple[list[GroupRow], list[StepRow]]:
         """All rows, for `Ledger.from_rows`."""
-        groups = [
-            GroupRow(GroupId(number, replacement), GroupState(state), *rest)
-            for number, replacement, state, *rest in self._database.execute(
-                "SELECT number, replacement, state, attempt, worker_id, issued_at_s, reason, detail FROM groups"
-            )
-        ]
-        steps = [
-            StepRow(_plan(text), digest, bool(published))
-            for text, digest, published in self._database.execute("SELECT plan, weights_digest, published FROM steps")
-        ]
-        return groups, steps
+        return group_rows(self._database), step_rows(self._database)
 
     def save_groups(self, rows: Sequence[GroupRow]) -> None:
         """Groups that were issued, dropped or lost."""
@@ -141,15 +136,16 @@ class Store:
 
     def _put_groups(self, rows: Sequence[GroupRow]) -> None:
         values = [
-            (r.group.number, r.group.replacement, r.state, r.attempt, r.worker_id, r.issued_at_s, r.reason, r.detail)
+            (r.group.number, r.group.replacement, r.state, r.attempt, r.worker_id, r.issued_at_s, r.reason, r.detail,
+             r.oldest_version)
             for r in rows
-        ]
-        self._database.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        ]  # fmt: skip
+        self._database.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def _put_step(self, row: StepRow) -> None:
         self._database.execute(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
-            (row.plan.step, json.dumps(asdict(row.plan)), row.weights_digest, row.published),
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
+            (row.plan.step, json.dumps(asdict(row.plan)), row.weights_digest, row.published, row.incarnation),
         )
 
     def _payload(self, group: GroupId) -> bytes:
@@ -174,6 +170,37 @@ def write_trajectories(path: Path, payloads: Sequence[bytes], step: int) -> None
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def read_trajectories(path: Path) -> list[Group]:
+    """The groups of a step's Parquet file, exactly as `write_trajectories` was given them.
+
+    SchemaError naming the file when it is missing, cut, or does not follow `STEP_SCHEMA`.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            return groups_of_table(file.read())
+    except (OSError, pa.ArrowInvalid) as error:
+        raise SchemaError(f"{path}: no Parquet file of a step's groups: {error}") from error
+    except SchemaError as error:
+        raise SchemaError(f"{path}: {error}") from error
+
+
+def group_rows(database: sqlite3.Connection) -> list[GroupRow]:
+    """All issued groups of an open database."""
+    return [
+        GroupRow(GroupId(number, replacement), GroupState(state), *rest)
+        for number, replacement, state, *rest in database.execute(
+            "SELECT number, replacement, state, attempt, worker_id, issued_at_s, reason, detail, oldest_version "
+            "FROM groups"
+        )
+    ]
+
+
+def step_rows(database: sqlite3.Connection) -> list[StepRow]:
+    """The begun steps in a run's database, in order."""
+    rows = database.execute("SELECT plan, weights_digest, published, incarnation FROM steps ORDER BY step")
+    return [StepRow(_plan(text), digest, bool(published), incarnation) for text, digest, published, incarnation in rows]
 
 
 def _plan(text: str) -> StepPlan:

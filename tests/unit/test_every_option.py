@@ -175,6 +175,7 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "rollout.payload": ("token", "sequence", generator_payload),
     "rollout.max_attempts": (3, 1, lambda c: attempts(c)),
     "rollout.threads": (1, 2, engine),
+    "rollout.group_timeout_s": (60.0, 0.05, lambda c: in_time(c)),
     "learner.steps": (3, 4, hub),
     "learner.prompts_per_step": (4, 8, hub),
     "learner.minibatches": (1, 2, trained),
@@ -216,6 +217,27 @@ def members(config: Config) -> int:
     generator = GroupGenerator(config, Engine(), decoder, lambda samples, answer: [1.0] * len(samples), Recorder("w"))
     asyncio.run(generator.generate(Ticket(GroupId(0)), prompt_source(config).training_prompt(GroupId(0)), 0))
     return len(asked)
+
+
+def in_time(config: Config) -> bool:
+    """Whether a group whose completions take 0.2 s is generated."""
+    import asyncio
+
+    from shared.errors import GroupTimeout
+    from shared.spans import Recorder
+
+    class Engine:
+        async def generate(self, request: Any) -> Any:
+            await asyncio.sleep(0.2)
+            return Completion(np.array([1], np.int32), np.zeros(1, np.float32), ((0, 0, 1),), "stop")
+
+    decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x")
+    generator = GroupGenerator(config, Engine(), decoder, lambda samples, answer: [1.0] * len(samples), Recorder("w"))
+    prompt = prompt_source(config).training_prompt(GroupId(0))
+    try:
+        return bool(asyncio.run(generator.generate(Ticket(GroupId(0)), prompt, 0)))
+    except GroupTimeout:
+        return False
 
 
 def attempts(config: Config) -> int:

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from shared.errors import HubError, RunFailed
-from shared.ledger import MAX_REPLACEMENTS, GroupRow, GroupState, Ledger, LedgerRules, StepRow
+from shared.ledger import MAX_REPLACEMENTS, Ledger
+from shared.ledger_rows import GroupRow, GroupState, LedgerRules, StepRow
 from shared.records import GroupId, StepPlan, Ticket
 
 WORKER = "worker-0"

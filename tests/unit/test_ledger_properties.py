@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.ledger import Ledger, LedgerRules
+from shared.ledger import Ledger
+from shared.ledger_rows import LedgerRules
 from shared.records import GroupId, StepPlan, Ticket
 
 RULES = LedgerRules(prompts_per_step=3, max_staleness=1, steps=4, max_attempts=2)

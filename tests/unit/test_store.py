@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from shared.errors import SchemaError
-from shared.ledger import GroupRow, GroupState, Ledger, LedgerRules
+from shared.ledger import Ledger
+from shared.ledger_rows import GroupRow, GroupState, LedgerRules
 from shared.records import Group, GroupId, StepPlan, Ticket
 from shared.schema import encode_group
 from shared.store import Store
@@ -169,7 +170,7 @@ def test_every_write_is_synced_and_needs_no_shared_memory(tmp_path: Path) -> Non
 ACKNOWLEDGE_FOREVER = """
 import sys
 from pathlib import Path
-from shared.ledger import GroupRow, GroupState
+from shared.ledger_rows import GroupRow, GroupState
 from shared.records import GroupId
 from shared.store import Store
 

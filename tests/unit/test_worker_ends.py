@@ -12,7 +12,7 @@ from tiny_models import tiny_config, tiny_model
 import rollout.engine
 import rollout.main
 from rollout.engine import VllmEngine
-from shared.errors import RunFailed
+from shared.errors import EngineDied, WeightSyncError
 from shared.records import Manifest
 
 
@@ -30,8 +30,28 @@ def test_a_load_during_which_the_engine_dies_fails_instead_of_waiting(
         await asyncio.sleep(0.1)
         assert not loading.done()
         llm.errored = True
-        with pytest.raises(RunFailed, match="ended during a load"):
+        with pytest.raises(EngineDied, match="ended during a load"):
             await asyncio.wait_for(loading, timeout=5)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_load_that_fails_because_the_engine_died_says_so(tmp_path: Path, died: bool) -> None:
+    tiny_model().save_pretrained(tmp_path)
+
+    async def story() -> None:
+        llm = SimpleNamespace(errored=False)
+
+        async def fail(label: str) -> None:
+            llm.errored = died
+            raise WeightSyncError("no answer")
+
+        llm.update_weight_version = fail
+        engine = VllmEngine(tiny_config(tmp_path))
+        engine._llm = llm
+        with pytest.raises(EngineDied if died else WeightSyncError):
+            await engine.load(Manifest(1, 0, ()), [])
 
     asyncio.run(story())
 
