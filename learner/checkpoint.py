@@ -9,7 +9,6 @@ name only once it is complete on disk (learner.folders), and `find_checkpoint` h
 Nothing is pickled.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -32,6 +31,7 @@ from shared.errors import CheckpointError
 FORMAT_VERSION = 1
 MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "state.json"
 _RANDOM_STATE = "torch_cpu_random_state"  # without a slash, which the names of the optimizer's tensors have
+_CHUNK_BYTES = 2**20
 
 _logger = logging.getLogger(__name__)
 
@@ -181,8 +181,12 @@ def _read_state(path: Path) -> CheckpointState:
 
 
 def _record(file: Path) -> FileRecord:
-    with file.open("rb") as opened:  # not by memory mapping, where an unreadable disk block kills the process
-        return FileRecord(file.stat().st_size, hashlib.file_digest(opened, blake3).hexdigest())
+    hasher, num_bytes = blake3(), 0
+    with file.open("rb", buffering=0) as opened:  # not memory-mapped: there a bad disk block kills the process
+        while chunk := opened.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            num_bytes += len(chunk)
+    return FileRecord(num_bytes, hasher.hexdigest())
 
 
 def _link_or_copy(source: str, target: str) -> None:

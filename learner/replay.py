@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         config = load_resolved(options.run / "config.json")
-        steps = []
+        steps: list[ReplayedStep] = []
         for step in replay(config, options.run, options.to_step, options.out):
             _show(step, options.json, first=not steps)
             steps.append(step)
@@ -143,8 +143,8 @@ def _show(step: ReplayedStep, json_lines: bool, first: bool) -> None:
         return
     if first:
         print(_HEADER)
-    numbers = ((step.reward_mean, 8, 3), (step.loss, 11, 5), (step.clip_fraction_positive, 8, 2))
-    numbers += ((step.clip_fraction_negative, 8, 2),)
+    clipped = [(share, 8, 2) for share in (step.clip_fraction_positive, step.clip_fraction_negative)]
+    numbers = [(step.reward_mean, 8, 3), (step.loss, 11, 5), *clipped]
     cells = "".join(f"{'-' if value is None else f'{value:.{digits}f}':>{width}}" for value, width, digits in numbers)
     print(f"{step.step:>5}{cells}  {'equal' if step.equal else 'DIFFERENT'} {step.digest[:12]}", flush=True)
 

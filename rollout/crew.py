@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared.config import Config
 from shared.errors import EngineDied, HubError, WeightSyncError
@@ -30,7 +31,7 @@ _CLOSE_S = 15.0  # an engine's processes need 2 to 3 s to clean up
 _MAX_DEATHS = 3  # of workers of one service, without any group made in between
 
 # The user's own settings in this terminal count, also where the cluster was started from another one.
-_PASSED_ON = ("VLLM_", "HF_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "SEQRELAY_")
+_PASSED_ON = ("CUDA_", "VLLM_", "HF_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "SEQRELAY_")
 
 EngineFactory = Callable[[Config, int], Awaitable[Engine]]
 
@@ -43,9 +44,9 @@ class _Member:
 
 
 class Crew:
-    """`rollout.workers` workers and their lifetimes.
+    """`rollout.workers` workers and their lifetimes, all on this service's own node.
 
-    `resources`: custom Ray resources each worker asks for, which decides the nodes it may run on.
+    `resources`: custom Ray resources each worker asks for; then it runs on any node that has them.
     """
 
     def __init__(
@@ -57,8 +58,13 @@ class Crew:
         resources: Mapping[str, float],
     ) -> None:
         variables = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._actor = ray.remote(worker_class).options(
-            num_cpus=0, max_restarts=0, resources=dict(resources), runtime_env={"env_vars": variables}
+            num_cpus=0,
+            max_restarts=0,
+            resources=dict(resources),
+            scheduling_strategy="DEFAULT" if resources else here,
+            runtime_env={"env_vars": variables},
         )
         self._arguments = (config, run_directory, engine_factory)
         self._config = config

@@ -139,7 +139,7 @@ async def _all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, Sampled]]
 
 
 async def _in_own_thread(function: Callable[[], T]) -> T:
-    """Run a function that may never return: a pool's threads would run out, and the end of the process wait for them."""
+    """Run a function that may never return: a pool would run out of threads, and the process wait for them to end."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()
 

@@ -24,7 +24,6 @@ from shared.hub_client import AsyncHubClient
 from shared.hub_start import find_hub
 from shared.identity import identity_of
 from shared.protocols import Engine
-from shared.records import Identity
 from shared.service import run_service
 from shared.spans import Recorder
 from shared.stopping import StopRequest
@@ -62,7 +61,8 @@ class RolloutWorker:
     async def run(self, worker_id: str, config: Config, run_directory: Path, engine_factory: EngineFactory) -> bool:
         """True: the run is finished; False: the worker was drained before that."""
         self._running = asyncio.create_task(self._run(worker_id, config, run_directory, engine_factory))
-        return await self._running
+        await asyncio.wait({self._running})
+        return not self._running.cancelled() and self._running.result()
 
     async def drain(self) -> None:
         """Finish what is held, then end."""
@@ -88,31 +88,33 @@ class RolloutWorker:
             await AsyncHubClient(config.run.name, hub).check(identity)
         staging = Staging.of(run_directory, slot)
         engine = await engine_factory(config, slot.index)
+        why = "ended"
         try:
             generator = GroupGenerator(config, engine, tokenizer, reward, recorder)
-            if not await self._hub_is_there(config.run.name):
-                return False
-            client = AsyncHubClient(config.run.name, find_hub(config.run.name))
+            client = AsyncHubClient(config.run.name, await self._wait_for_hub(config.run.name))
             self._worker = Worker(config, client, engine, prompts, generator, recorder, staging)
-            return await self._serve(identity)
+            if self._draining:
+                self._worker.drain()
+            return await self._worker.run(identity)
+        except BaseException as error:
+            why = f"{type(error).__name__}: {error}"
+            raise
         finally:
             await engine.close()
+            if self._worker is not None:  # only now, with nothing of it left on this host
+                await client.leave(worker_id, why)
 
-    async def _hub_is_there(self, run_name: str) -> bool:
-        """Wait for the learner, which starts the hub. False when drained meanwhile."""
+    async def _wait_for_hub(self, run_name: str) -> Any:
+        """The hub, which the learner starts. Waits, and says so; drained meanwhile, it raises CancelledError."""
         looks = 0
-        while find_hub(run_name) is None and not self._draining:
+        while (hub := find_hub(run_name)) is None:
+            if self._draining:
+                raise asyncio.CancelledError
             if looks % _LOOKS_PER_LINE == 0:
                 _LOG.info("waiting for the learner of run %s, which starts its hub", run_name)
             looks += 1
             await asyncio.sleep(_LOOK_AGAIN_S)
-        return not self._draining
-
-    async def _serve(self, identity: Identity) -> bool:
-        assert self._worker is not None
-        if self._draining:
-            self._worker.drain()
-        return await self._worker.run(identity)
+        return hub
 
 
 def run_workers(

@@ -3,8 +3,8 @@
 The engine's workers are its own child processes and see no Ray objects, so the bytes pass through a folder in shared
 memory: `<root>/seqrelay-<uid>-<run>-slot<slot>/v<version>/bucket-<i>.safetensors`. The root is /dev/shm, or what the
 environment variable SEQRELAY_STAGING says, while it has room for all bytes plus a margin (a container has 64 MB by
-default), else the user's folder among temporary files. A worker is started by its node's Ray: set the variable where
-that is started. Containers that share one /dev/shm, and not their temporary files, need different roots.
+default), else the user's folder among temporary files. Set the variable where the rollout service starts; it passes it
+on to its workers. Containers that share one /dev/shm, but not their temporary files, need different roots.
 
 Everything is verified before the first file is written; files live from `stage` to the end of the `with` block.
 What a killed worker left is removed by the next one in its slot, and by `clear_abandoned`.

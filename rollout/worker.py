@@ -71,16 +71,9 @@ class Worker:
     async def run(self, identity: Identity) -> bool:
         """Work until the hub says stop (True: the run is finished) or `drain` (False). RunFailed when the run failed.
 
-        Any other error ends the worker with that error. However it ends, the hub is told that it left.
+        Any other error ends the worker with that error. Its lease goes on until it leaves or lapses.
         """
-        why = "ended"
-        try:
-            return await self._join(identity) and await self._live()
-        except BaseException as error:
-            why = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            await self._hub.leave(self._recorder.lane, why)
+        return await self._join(identity) and await self._live()
 
     async def _join(self, identity: Identity) -> bool:
         while not self._draining:

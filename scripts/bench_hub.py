@@ -3,10 +3,11 @@
 python scripts/bench_hub.py --json                      # about two minutes
 python scripts/bench_hub.py --run runs/demo             # compared with the steps of that run
 
-Simulated clients ask for a group, encode it and hand it in, one after the other; a learner takes, begins, commits and
-publishes steps of eight groups and trains nothing. Without the ledger the hub gets a store that keeps everything in
-memory, and writes the steps' Parquet files to shared memory. `ledger_s_per_step` is what is left of a step's time when
-that is taken off: transactions and the waiting for the disk. Both arms run in turns, so that they meet the same load.
+Each simulated client asks for a group, encodes it, hands it in and asks again; a learner takes, begins, commits and
+publishes steps of eight groups and trains nothing, and the clients follow its versions as workers do. Without the
+ledger the hub gets a store that keeps everything in memory, and writes the steps' Parquet files to shared memory.
+`ledger_s_per_step` is the difference of a step's wall time with and without: transactions and waiting for the disk.
+The two arms take turns, so that they meet the same load; a hub's first steps, in which it imports things, do not count.
 """
 
 import argparse
@@ -28,11 +29,23 @@ import numpy as np
 from shared.cluster import private_cluster
 from shared.config import Config, EvaluationConfig, LearnerConfig, ModelConfig, RolloutConfig, RunConfig, SyncConfig
 from shared.ledger_rows import GroupRow, StepRow
-from shared.records import Group, GroupId, Identity, Manifest, Publication, Rollout, Segment, StepPlan, Ticket
+from shared.records import (
+    Group,
+    GroupId,
+    Identity,
+    Manifest,
+    Publication,
+    Rollout,
+    Segment,
+    StepPlan,
+    SyncReport,
+    Ticket,
+)
 from shared.run_files import read_metrics
 from shared.schema import encode_group
 
 GROUPS_PER_STEP = 8
+WARM_UP_STEPS = 3
 DEMO_STEP_S = 12.0
 TARGET_SHARE = 0.02
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,7 +54,7 @@ _IDENTITY = Identity(model="", tokenizer="", schema="", code="", settings={})
 
 @dataclass(frozen=True)
 class Size:
-    """A group of `members` completions of `tokens` tokens, trained for `steps` steps a measurement."""
+    """A group of `members` completions of `tokens` tokens, and how many steps of it are measured."""
 
     members: int
     tokens: int
@@ -51,8 +64,8 @@ class Size:
         return f"{self.members} x {self.tokens}"
 
 
-DEMO = Size(members=8, tokens=12, steps=12)
-SIZES = (DEMO, Size(members=16, tokens=512, steps=6))
+DEMO = Size(members=8, tokens=12, steps=25)
+SIZES = (DEMO, Size(members=16, tokens=512, steps=10))
 
 
 class MemoryStore:
@@ -94,30 +107,48 @@ class MemoryStore:
         return self._trajectories / f"step-{step:06d}.parquet"
 
 
+@dataclass(frozen=True)
+class Submitted:
+    """One call of `submit`: when it began and how long it took (monotonic seconds), and what it carried."""
+
+    start_s: float
+    duration_s: float
+    num_bytes: int
+
+
 class Clients:
     """A Ray actor: simulated workers, each an asyncio task of this process."""
 
-    async def run(self, namespace: str, hub: Any, num_clients: int, size: Size) -> tuple[list[float], int]:
-        """Seconds of every `submit`, and the bytes handed in, once the hub says that the run is finished."""
+    async def run(self, namespace: str, hub: Any, num_clients: int, size: Size) -> list[Submitted]:
+        """Everything handed in until the hub says that the run is finished."""
         from shared.hub_client import AsyncHubClient
 
-        client, names = AsyncHubClient(namespace, hub), [f"client-{i}" for i in range(num_clients)]
-        await asyncio.gather(*(client.join(name, _IDENTITY) for name in names))
-        model = example_group(size)
-        results = await asyncio.gather(*(self._work(client, name, model) for name in names))
-        return [s for seconds, _ in results for s in seconds], sum(num_bytes for _, num_bytes in results)
+        self._hub = AsyncHubClient(namespace, hub)
+        self._names = [f"client-{index}" for index in range(num_clients)]
+        self._example = example_group(size)
+        self._version = 0
+        self._submitted: list[Submitted] = []
+        await asyncio.gather(*(self._hub.join(name, _IDENTITY) for name in self._names))
+        following = asyncio.create_task(self._follow())
+        await asyncio.gather(*(self._work(name) for name in self._names))
+        following.cancel()
+        return self._submitted
 
-    async def _work(self, client: Any, name: str, model: Group) -> tuple[list[float], int]:
-        seconds: list[float] = []
-        num_bytes = 0
-        while not (work := await client.next_work(name, 0, (), 1)).stop:
+    async def _follow(self) -> None:
+        """New versions are active at once on all clients."""
+        while True:
+            publication = await self._hub.newer_version(self._version)
+            if publication is not None:
+                self._version = publication.manifest.version
+                await self._hub.report([SyncReport(n, self._version, 0, 0, 0, 0, 0, 0, 0) for n in self._names])
+
+    async def _work(self, name: str) -> None:
+        while not (work := await self._hub.next_work(name, self._version, (), 1)).stop:
             for ticket in work.tickets:
-                payload = encode_group(labelled(model, name, ticket))
+                payload = encode_group(labelled(self._example, name, ticket, self._version))
                 start_s = time.monotonic()
-                await client.submit(name, ticket, payload)
-                seconds.append(time.monotonic() - start_s)
-                num_bytes += len(payload)
-        return seconds, num_bytes
+                await self._hub.submit(name, ticket, payload)
+                self._submitted.append(Submitted(start_s, time.monotonic() - start_s, len(payload)))
 
 
 def example_group(size: Size) -> Group:
@@ -132,24 +163,28 @@ def example_group(size: Size) -> Group:
     return Group(GroupId(0), 0, "client", "a+b", prompt, temperature=1.0, rollouts=tuple(rollouts))
 
 
-def labelled(model: Group, worker_id: str, ticket: Ticket) -> Group:
-    return replace(model, group=ticket.group, attempt=ticket.attempt, worker_id=worker_id)
+def labelled(example: Group, worker_id: str, ticket: Ticket, version: int) -> Group:
+    rollouts = tuple(
+        replace(rollout, segments=tuple(replace(segment, policy_version=version) for segment in rollout.segments))
+        for rollout in example.rollouts
+    )
+    return replace(example, group=ticket.group, attempt=ticket.attempt, worker_id=worker_id, rollouts=rollouts)
 
 
-def bench_config(name: str, size: Size) -> Config:
-    """Version 0 may be trained in every step: the clients never wait for weights."""
+def bench_config(name: str, size: Size, num_clients: int) -> Config:
+    """So much staleness that every client can hold a group while two steps are with the learner."""
     return Config(
         run=RunConfig(name=name),
         model=ModelConfig(path="none"),
         rollout=RolloutConfig(lease_s=600.0),
-        learner=LearnerConfig(steps=size.steps, prompts_per_step=GROUPS_PER_STEP),
-        sync=SyncConfig(max_staleness=size.steps),
+        learner=LearnerConfig(steps=WARM_UP_STEPS + size.steps, prompts_per_step=GROUPS_PER_STEP),
+        sync=SyncConfig(max_staleness=1 + num_clients // GROUPS_PER_STEP),
         evaluation=EvaluationConfig(samples=0),
     )
 
 
 @contextmanager
-def measured_hub(name: str, size: Size, ledger: bool) -> Iterator[Any]:
+def measured_hub(config: Config, ledger: bool) -> Iterator[Any]:
     """A hub with a run directory of its own, on disk or in memory."""
     import ray
 
@@ -157,8 +192,7 @@ def measured_hub(name: str, size: Size, ledger: bool) -> Iterator[Any]:
 
     with tempfile.TemporaryDirectory(prefix="seqrelay-bench-", dir=None if ledger else SHARED_MEMORY) as folder:
         store = None if ledger else MemoryStore(Path(folder))
-        actor = ray.remote(Hub).options(num_cpus=0, max_concurrency=1000)
-        hub = actor.remote(bench_config(name, size), Path(folder), store=store)
+        hub = ray.remote(Hub).options(num_cpus=0, max_concurrency=1000).remote(config, Path(folder), store=store)
         try:
             ray.get(hub.status.remote())
             yield hub
@@ -166,56 +200,62 @@ def measured_hub(name: str, size: Size, ledger: bool) -> Iterator[Any]:
             ray.kill(hub)
 
 
-def train(client: Any, size: Size) -> float:
-    """All steps, without training. Seconds from the first take to the last publish."""
-    with client.seated(_IDENTITY):
-        start_s = time.monotonic()
-        for step in range(size.steps):
-            client.take(step)
-            numbers = range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)
-            client.begin_step(StepPlan(step, tuple(GroupId(n) for n in numbers), 0, 3e-4, 4e-4))
-            client.commit_step(step, f"{step:064x}")
-            client.publish(Publication(Manifest(version=step + 1, weights_version=0, tensors=())))
-        return time.monotonic() - start_s
+def train(learner: Any, num_steps: int) -> tuple[float, float]:
+    """All steps, without training. When the warm-up ended and when the last step was published (monotonic seconds)."""
+    start_s = time.monotonic()
+    for step in range(num_steps):
+        if step == WARM_UP_STEPS:
+            start_s = time.monotonic()
+        learner.take(step)
+        numbers = range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)
+        learner.begin_step(StepPlan(step, tuple(GroupId(n) for n in numbers), 0, 3e-4, 4e-4))
+        learner.commit_step(step, f"{step:064x}")
+        learner.publish(Publication(Manifest(version=step + 1, weights_version=0, tensors=())))
+    return start_s, time.monotonic()
 
 
-def measure(name: str, size: Size, num_clients: int, ledger: bool) -> dict[str, float]:
+def measure(clients: Any, name: str, size: Size, num_clients: int, ledger: bool) -> dict[str, float]:
     import ray
 
     from shared.hub_client import LearnerHubClient
     from shared.stopping import StopRequest
 
-    with measured_hub(name, size, ledger) as hub:
-        clients = ray.remote(Clients).options(num_cpus=0).remote()
+    config = bench_config(name, size, num_clients)
+    with measured_hub(config, ledger) as hub:
         running = clients.run.remote(name, hub, num_clients, size)
-        wall_s = train(LearnerHubClient(name, hub, StopRequest()), size)
-        seconds, num_bytes = ray.get(running)
-        ray.kill(clients)
+        learner = LearnerHubClient(name, hub, StopRequest())
+        with learner.seated(_IDENTITY):
+            start_s, end_s = train(learner, config.learner.steps)
+            submitted = [call for call in ray.get(running) if call.start_s >= start_s]
+    wall_s, num_groups = end_s - start_s, size.steps * GROUPS_PER_STEP
+    seconds = [call.duration_s for call in submitted]
+    group_bytes = statistics.fmean(call.num_bytes for call in submitted)
     return {
-        "groups_per_s": len(seconds) / wall_s,
-        "mb_per_s": num_bytes / wall_s / 1e6,
-        "group_bytes": num_bytes / len(seconds),
+        "groups_per_s": num_groups / wall_s,
+        "mb_per_s": num_groups * group_bytes / wall_s / 1e6,
+        "group_bytes": group_bytes,
         "submit_mean_ms": 1e3 * statistics.fmean(seconds),
         "submit_p99_ms": 1e3 * float(np.quantile(seconds, 0.99)),
         "step_s": wall_s / size.steps,
     }
 
 
-def rows(num_clients: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+def rows(num_clients: Sequence[int], repeats: int) -> Iterator[dict[str, Any]]:
     """Of each arm's repeats the fastest: whatever else the host does only ever adds time."""
-    report = []
+    import ray
+
+    clients = ray.remote(Clients).options(num_cpus=0).remote()
     for size in SIZES:
         for count in num_clients:
             runs: dict[bool, list[dict[str, float]]] = {True: [], False: []}
             for repeat in range(repeats):
                 for ledger in (True, False):
                     name = f"{size.tokens}-{count}-{ledger}-{repeat}"
-                    runs[ledger].append(measure(name, size, count, ledger))
+                    runs[ledger].append(measure(clients, name, size, count, ledger))
             best = {ledger: min(measured, key=lambda run: run["step_s"]) for ledger, measured in runs.items()}
             extra_s = best[True]["step_s"] - best[False]["step_s"]
             row = {"group": str(size), "clients": count, "ledger_s_per_step": extra_s}
-            report.append({**row, "ledger": best[True], "no_ledger": best[False]})
-    return report
+            yield {**row, "ledger": best[True], "no_ledger": best[False]}
 
 
 def demo_step(run: Path | None) -> dict[str, Any]:
@@ -228,15 +268,17 @@ def demo_step(run: Path | None) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="measurements of each arm; the fastest counts")
     parser.add_argument("--run", type=Path, help="a finished run of the demo, for the length of its steps")
     parser.add_argument("--json", action="store_true", help="one JSON object on one line")
     options = parser.parse_args()
-    step = demo_step(options.run)
+    step, measured = demo_step(options.run), []
     folder = Path(tempfile.mkdtemp(prefix="seqrelay-bench-"))
     try:
         with private_cluster(folder, "bench", folder):
-            measured = rows(options.clients, options.repeats)
+            for row in rows(options.clients, options.repeats):
+                print(f"{row['group']}, {row['clients']} clients: {row['ledger_s_per_step']:.3f} s", file=sys.stderr)
+                measured.append(row)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     demo = [row for row in measured if row["group"] == str(DEMO)]

@@ -18,19 +18,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from shared.cluster_environment import join_environment, object_store_bytes, own_environment
+from shared.cluster_processes import end_session
 from shared.cluster_record import (
     LOCK,
     ClusterRecord,
+    is_dead_of_this_boot,
     process_start,
     read_cluster,
+    read_record,
     remove_files,
     write_record,
     write_token,
@@ -64,7 +65,9 @@ def ensure_cluster(run_directory: Path, model_path: Path) -> ClusterRecord:
                 head = _start_head(run_directory, model_path)
             if head is not None and (code := head.poll()) is not None:
                 if code != HEAD_LOCK_HELD:
-                    raise ClusterError(f"the run's Ray cluster did not start (code {code}). {_end_of_log(run_directory)}")
+                    raise ClusterError(
+                        f"the run's Ray cluster did not start (code {code}). {_end_of_log(run_directory)}"
+                    )
                 head = None  # another service's head came first; its record will follow
             if time.monotonic() >= deadline_s:
                 raise ClusterError(
@@ -74,7 +77,7 @@ def ensure_cluster(run_directory: Path, model_path: Path) -> ClusterRecord:
             time.sleep(_POLL_S)
     except BaseException:
         if head is not None and head.poll() is None:
-            _end_tree(psutil.Process(head.pid), _END_GRACE_S)
+            end_session(head.pid, _END_GRACE_S)
         raise
     if not record.is_here:
         raise ConfigError(_on_another_host(run_directory, record))
@@ -87,9 +90,9 @@ def join(target: ClusterRecord | str, namespace: str) -> None:
     ConfigError, after 25 s at most, when nothing listens there or the token is not the cluster's.
     """
     address = join_environment(target)
-    _reach(address)
     import ray
 
+    _reach(address, ray.util.get_node_ip_address)
     try:
         ray.init(address=address, namespace=namespace, logging_level="warning")
     except (OSError, RuntimeError, ray.exceptions.RayError) as error:
@@ -117,7 +120,7 @@ def head_of_cluster(
 ) -> Iterator[ClusterRecord]:
     """Make this process the head of the run's cluster, recorded once it is ready. Errors as in `private_cluster`."""
     with _head_lock(run_directory):
-        remove_files(run_directory)  # left by a head that was killed
+        _clear(run_directory)
         token = write_token(run_directory)
         own_environment(token)
         import ray
@@ -172,8 +175,7 @@ def stop_cluster(run_directory: Path, grace_s: float) -> bool:
             f"{run_directory}: its cluster belongs to `seqrelay train` (process {record.pid}) and ends with it. "
             f"Stop that command instead (Ctrl-C)."
         )
-    with suppress(psutil.NoSuchProcess):
-        _end_tree(psutil.Process(record.pid), grace_s)
+    end_session(record.pid, grace_s)
     _forget_dead(run_directory)
     _remove_session(record)
     return True
@@ -185,7 +187,9 @@ def _head_lock(run_directory: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except LockHeld as error:
-        raise LockHeld(f"{run_directory} has a Ray cluster already; `seqrelay stop` ends a detached one. {error}") from None
+        raise LockHeld(
+            f"{run_directory} has a Ray cluster already; `seqrelay stop` ends a detached one. {error}"
+        ) from None
     try:
         yield
     finally:
@@ -205,47 +209,35 @@ def _start_head(run_directory: Path, model_path: Path) -> subprocess.Popen[bytes
     return head
 
 
-def _reach(address: str) -> None:
-    """ConfigError when no process accepts connections there: Ray itself would retry for 20 s and not say so."""
+def _reach(address: str, own_ip: Callable[[], str]) -> None:
+    """ConfigError when no process accepts connections there: Ray itself would retry for a minute and not say so."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # "auto" and the like: Ray's to resolve
+    if host in ("localhost", "127.0.0.1", "[::1]"):
+        host = own_ip()  # as Ray does
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(
-            f"Ray cluster {address}: nothing answers there ({error}). Is it running, and is this the address of its GCS "
-            f"(port 6379 by default)?"
+            f"Ray cluster {address}: nothing answers at {host}, port {port} ({error}). Is it running, and is this the "
+            f"address of its GCS (port 6379 by default)?"
         ) from error
 
 
-def _end_tree(head: psutil.Process, grace_s: float) -> None:
-    """SIGTERM to the head, which ends the rest; after `grace_s` SIGKILL to whatever is left, until nothing is."""
-    known = {head, *head.children(recursive=True)}
-    head.terminate()
-    deadline_s = time.monotonic() + grace_s
-    while alive := [process for process in known if is_alive(process)]:
-        for process in alive:
-            with suppress(psutil.NoSuchProcess):
-                known.update(process.children(recursive=True))  # those started, and orphaned, meanwhile
-                if time.monotonic() >= deadline_s:
-                    process.kill()
-        time.sleep(_POLL_S)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie, which only waits for its parent, does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _forget_dead(run_directory: Path) -> None:
-    """Remove record and token of a head that has ended, unless a new one has begun."""
+    """Clear up behind a head that has ended, unless a new one has begun."""
     if (run_directory / LOCK).exists():
         with suppress(LockHeld), FileLock(run_directory / LOCK):
-            remove_files(run_directory)
+            _clear(run_directory)
+
+
+def _clear(run_directory: Path) -> None:
+    """Remove what a head that was killed left behind. Only for the holder of `cluster.lock`."""
+    record = read_record(run_directory)
+    if record is not None and record.kind == "detached" and is_dead_of_this_boot(record):
+        end_session(record.pid, _END_GRACE_S)
+    remove_files(run_directory)
 
 
 def _remove_session(record: ClusterRecord) -> None:

@@ -15,7 +15,8 @@ from types import FrameType
 import psutil
 
 from shared.cluster import HEAD_LOCK_HELD, head_of_cluster
-from shared.cluster_record import ClusterRecord, read_cluster, remove_files
+from shared.cluster_processes import is_alive
+from shared.cluster_record import ClusterRecord, read_cluster
 from shared.errors import LockHeld
 
 _POLL_S = 1.0
@@ -47,10 +48,9 @@ def _watch(run_directory: Path, record: ClusterRecord) -> None:
     central = [child for child in psutil.Process().children() if child.name() in _CENTRAL]
     while read_cluster(run_directory) == record:
         for process in central:
-            if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            if not is_alive(process):
                 print(f"{process.pid} of {_CENTRAL} has died; see {record.session_directory}/logs", flush=True)
-                remove_files(run_directory)
-                os._exit(1)  # `ray.shutdown` would wait for it; the rest dies with this process
+                os._exit(1)  # `ray.shutdown` would wait for it; the rest dies with this process, or is cleared up
         time.sleep(_POLL_S)
 
 

@@ -49,16 +49,21 @@ def read_cluster(run_directory: Path) -> ClusterRecord | None:
     A record of another host is returned as it is: whether that cluster lives can only be seen there. ConfigError for a
     file that is no record.
     """
+    record = read_record(run_directory)
+    if record is not None and record.is_here and process_start(record.pid) != record.process_start:
+        return None
+    return record
+
+
+def read_record(run_directory: Path) -> ClusterRecord | None:
+    """The record as written, also of a cluster that has ended."""
     path = run_directory / RECORD
     try:
-        record = ClusterRecord(**json.loads(path.read_text(encoding="utf-8")))
+        return ClusterRecord(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is no record of a cluster ({error}). If no cluster runs, remove it.") from error
-    if record.is_here and process_start(record.pid) != record.process_start:
-        return None
-    return record
 
 
 def write_record(run_directory: Path, record: ClusterRecord) -> None:
@@ -84,12 +89,20 @@ def remove_files(run_directory: Path) -> None:
         (run_directory / name).unlink(missing_ok=True)
 
 
+def is_dead_of_this_boot(record: ClusterRecord) -> bool:
+    """Whether its head ended since this host started and no process has that number now."""
+    return record.is_here and record.process_start.startswith(f"{_boot_id()}:") and process_start(record.pid) is None
+
+
 def process_start(pid: int) -> str | None:
     """What tells this process from every other one of the same number; None when there is none, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except (FileNotFoundError, ProcessLookupError):
         return None
     state, start_ticks = fields[0], fields[19]  # fields 3 and 22 of proc(5)
-    return None if state in "ZX" else f"{boot}:{start_ticks}"
+    return None if state in "ZX" else f"{_boot_id()}:{start_ticks}"
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -109,6 +109,8 @@ class HubCore:
                 missing.append(f"{number} (not issued)")
             elif row.state in ("generating", "waiting"):
                 missing.append(f"{row.group} ({row.state}, {row.worker_id}, {now_s() - row.issued_at_s:.0f} s)")
+        if not missing:
+            return f"step {step} has all its groups"
         now = time.monotonic()
         seen = ", ".join(f"{name} {now - lease.seen_s:.0f} s ago" for name, lease in self.workers.items())
         more = f" and {len(missing) - _WAITING_NAMED} more" if len(missing) > _WAITING_NAMED else ""

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from shared.cluster import join, read_cluster, stop_cluster
 from shared.config import Config
 from shared.config_file import load_resolved
@@ -21,6 +23,8 @@ from shared.run_directory import CONFIG_FILE
 from shared.run_files import read_evaluations, read_ledger
 
 _POLL_S = 1.0
+_LOOK_AGAIN_S = 0.2
+_SERVICE_GRACE_S = 20.0
 _HUB_ANSWERS_S = 10.0
 _CLUSTER_GRACE_S = 10.0
 
@@ -113,6 +117,9 @@ def stop(run_directory: Path, address: str | None, timeout_s: float, say: Callab
 
                 ray.kill(hub, no_restart=True)
     if address is None and record is not None and record.kind == "detached":
+        deadline_s = time.monotonic() + _SERVICE_GRACE_S
+        while timeout_s > 0 and _services_here(run_directory) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_AGAIN_S)
         stop_cluster(run_directory, _CLUSTER_GRACE_S)
         say("the run's cluster has ended")
 
@@ -144,6 +151,16 @@ def _drain(hub: Any, timeout_s: float, say: Callable[[str], None]) -> None:
         if time.monotonic() > deadline_s:
             raise RunFailed(f"after {timeout_s:g} s: still {line}. Wait longer (--timeout), or --now ends them.")
         time.sleep(_POLL_S)
+
+
+def _services_here(run_directory: Path) -> list[int]:
+    """Process ids of this run's services on this host. They have left the hub already, and are about to end."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(run_directory) in words and {"learner.main", "rollout.main"}.intersection(words):
+            found.append(process.pid)
+    return found
 
 
 def _find_hub(config: Config, run_directory: Path, address: str | None) -> Any | None:

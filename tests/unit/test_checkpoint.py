@@ -254,7 +254,7 @@ def test_final_is_the_checkpoints_model_and_outlives_it(
         export_final(path, folder / "final")
     assert names(folder) == ["final", "step-000002"]
     assert names(folder / "final") == names(path / "model")
-    assert all(os.path.samefile(file, path / "model" / file.name) is links for file in (folder / "final").iterdir())
+    assert all(file.samefile(path / "model" / file.name) is links for file in (folder / "final").iterdir())
     shutil.rmtree(path)
     again = AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), again.parameters(), strict=True))
@@ -274,20 +274,20 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 
 
 def test_all_is_on_disk_before_the_name_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
+    synced: list[Path] = []
     target = tmp_path / "checkpoints" / "step-000001"
 
     def fsync(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        assert target.exists() == (path == str(target.parent))  # the last one, after the rename
-        synced.append(os.path.relpath(path, target.parent))
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        assert target.exists() == (path == target.parent)  # the last one, after the rename
+        synced.append(path.relative_to(target.parent))
 
     monkeypatch.setattr("os.fsync", fsync)
     policy, optimizer, _ = make(tmp_path / "source")
     save(target.parent, policy, optimizer, 1)
     written = [target, *target.rglob("*")]
-    expected = {str(path.relative_to(target.parent)).replace(target.name, f".{target.name}.writing") for path in written}
-    assert set(synced) == expected | {"."}
+    staged = {Path(f".{target.name}.writing") / path.relative_to(target) for path in written}
+    assert set(synced) == staged | {Path()}
 
 
 KILL_AT_EVERY_INSTANT = """

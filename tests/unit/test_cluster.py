@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 import shared.cluster
-from shared.cluster import _end_tree, _reach, _remove_session, ensure_cluster, is_alive, stop_cluster
+from shared.cluster import _reach, _remove_session, ensure_cluster, stop_cluster
 from shared.cluster_environment import join_environment, object_store_bytes, own_environment
+from shared.cluster_processes import end_session, is_alive
 from shared.cluster_record import ClusterRecord, process_start, read_cluster, remove_files, write_record, write_token
 from shared.errors import ClusterError, ConfigError
 from shared.locks import FileLock
@@ -188,31 +189,52 @@ def test_a_head_that_is_still_starting_ends_when_its_starter_is_interrupted(
 
 
 def test_an_address_where_nothing_listens_is_refused_at_once() -> None:
+    def own_ip() -> str:
+        return "127.0.0.1"
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        _reach(address)
-    with pytest.raises(ConfigError, match=f"{address}: nothing answers there"):
-        _reach(address)
-    _reach("auto")
+        port = server.getsockname()[1]
+        _reach(f"127.0.0.1:{port}", own_ip)
+        with pytest.raises(ConfigError, match=rf"localhost:{port}: nothing answers at 127\.0\.0\.2"):
+            _reach(f"localhost:{port}", lambda: "127.0.0.2")  # the address by which Ray knows this host
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: nothing answers"):
+        _reach(f"127.0.0.1:{port}", own_ip)
+    _reach("auto", own_ip)
 
 
-def test_a_tree_is_ended_with_those_that_will_not_and_those_that_come_late() -> None:
-    late = "import time; time.sleep(60)"
-    stubborn = f"""
+def test_a_session_is_ended_with_those_that_will_not_that_come_late_and_that_left_it() -> None:
+    stubborn = """
 import signal, subprocess, sys, time
 def spawn(number, frame):
-    print(subprocess.Popen([sys.executable, "-c", {late!r}]).pid, flush=True)
+    print(subprocess.Popen(["sleep", "60"], start_new_session=True).pid, flush=True)
 signal.signal(signal.SIGTERM, spawn)
 print("up", flush=True)
 time.sleep(60)
-time.sleep(60)
 """
-    head = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, text=True)
+    head = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert head.stdout is not None
     head.stdout.readline()
-    _end_tree(psutil.Process(head.pid), 0.5)
+    end_session(head.pid, 0.5)
     assert process_start(int(head.stdout.readline())) is None
     assert head.wait() == -9
+
+
+def test_what_a_killed_head_left_behind_is_ended_and_nobody_else(tmp_path: Path) -> None:
+    spawn = "import subprocess; print(subprocess.Popen(['sleep', '60'], process_group=0).pid, flush=True)"
+    head = subprocess.Popen([sys.executable, "-c", spawn], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert head.stdout is not None
+    orphan = int(head.stdout.readline())
+    head.wait()
+    with FileLock(tmp_path / "cluster.lock"):
+        pass
+    boot = a_record().process_start.partition(":")[0]
+    for pid, start in ((head.pid, "earlier-boot:7"), (os.getpid(), f"{boot}:7")):
+        write_record(tmp_path, a_record(pid=pid, process_start=start))
+        assert not stop_cluster(tmp_path, 1.0)  # that number means another process now
+        assert process_start(orphan) is not None
+    write_record(tmp_path, a_record(pid=head.pid, process_start=f"{boot}:7"))
+    assert not stop_cluster(tmp_path, 1.0)
+    assert process_start(orphan) is None
 
 
 def test_only_the_clusters_own_session_folder_is_removed(tmp_path: Path) -> None:

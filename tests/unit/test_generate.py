@@ -16,7 +16,7 @@ from rollout.generate import GroupGenerator
 from rollout.prompts import Problem, Prompt
 from rollout.rewards import Sample
 from shared.config import Config
-from shared.errors import GroupTimeout, RewardError
+from shared.errors import GroupTimeout, RewardError, RolloutRejected
 from shared.protocols import Completion, GenerateRequest
 from shared.records import Group, GroupId, Ticket
 from shared.spans import Recorder
@@ -29,8 +29,8 @@ NUM_MEMBERS = 4
 class StuckEngine(FakeEngine):
     """Never finishes member 2 of group 0; knows which requests run."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, reject: Callable[[GenerateRequest], str | None] = lambda request: None) -> None:
+        super().__init__(reject=reject)
         self.running: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -78,6 +78,17 @@ def test_a_member_that_never_ends_times_out_and_ends_its_requests(generator: Cal
         assert len((await generate(stuck, 2)).rollouts) == NUM_MEMBERS
 
     asyncio.run(story())
+
+
+def test_the_first_error_ends_the_group_and_its_requests(generator: Callable[..., GroupGenerator]) -> None:
+    engine = StuckEngine(lambda request: "no log-probabilities" if request.request_id.split("-")[-2] == "1" else None)
+
+    async def story() -> None:
+        with pytest.raises(RolloutRejected, match="no log-probabilities"):
+            await generate(generator(engine, limit_s=60.0), 0)
+        assert engine.running == set()
+
+    asyncio.run(asyncio.wait_for(story(), timeout=20))
 
 
 def test_rewards_that_never_end_do_not_hold_up_later_groups(generator: Callable[..., GroupGenerator]) -> None:

@@ -119,6 +119,14 @@ def test_a_large_file_is_sampled_evenly(original: Path, model: Path, make_config
         assert of(model, make_config).model != of(original, make_config).model
 
 
+def test_a_long_header_is_read_whole(model: Path, make_config: Callable[..., Config]) -> None:
+    header_bytes, gap = 3 * BLOCK_BYTES, BLOCK_BYTES + 100  # between the first two sampled blocks
+    (model / LARGE).write_bytes(header_bytes.to_bytes(8, "little") + bytes(NUM_BLOCKS * BLOCK_BYTES * 2))
+    before = of(model, make_config).model
+    flip(model / LARGE, gap)
+    assert of(model, make_config).model != before
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [("config.json", "config.json"), ("*.safetensors", "no \\*.safetensors"), ("*token*", "no tokenizer file")],

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shared.cli import _parse
 from shared.config import Config
 from shared.config_file import load_config
 
@@ -74,6 +75,9 @@ TABLES: dict[str, dict[str, Kind]] = {
     "Job": {"apiVersion!": ("batch/v1",), "kind!": str, "metadata!": "ObjectMeta", "spec!": "JobSpec"},
     "JobSpec": {
         "backoffLimit": int,
+        "completionMode": ("NonIndexed", "Indexed"),
+        "completions": int,
+        "parallelism": int,
         "podFailurePolicy": "PodFailurePolicy",
         "podReplacementPolicy": ("Failed", "TerminatingOrFailed"),
         "template!": "PodTemplateSpec",
@@ -203,11 +207,10 @@ def all_problems(documents: list[dict[str, Any]]) -> list[str]:
 
 DOCUMENTS = load()
 CLUSTER = next(document for document in DOCUMENTS if document["kind"] == "RayCluster")
-GROUPS = [CLUSTER["spec"]["headGroupSpec"], *CLUSTER["spec"]["workerGroupSpecs"]]
-WORKERS = CLUSTER["spec"]["workerGroupSpecs"][0]
+HEAD = CLUSTER["spec"]["headGroupSpec"]
 JOBS = {document["metadata"]["name"]: document for document in DOCUMENTS if document["kind"] == "Job"}
-TEMPLATES = [group["template"] for group in GROUPS] + [job["spec"]["template"] for job in JOBS.values()]
-NAMES = ["head", *(group["groupName"] for group in GROUPS[1:]), *JOBS]
+TEMPLATES = [HEAD["template"], *(job["spec"]["template"] for job in JOBS.values())]
+NAMES = ["head", *JOBS]
 
 
 def only_container(template: dict[str, Any]) -> dict[str, Any]:
@@ -236,9 +239,8 @@ def service_arguments(job: dict[str, Any], resume: str = "") -> list[str]:
 
 def start_options(template: dict[str, Any]) -> dict[str, str]:
     """What `ray start` is given in this pod, by option."""
-    for group in GROUPS:
-        if group["template"] is template:
-            return dict(group["rayStartParams"])
+    if template is HEAD["template"]:
+        return dict(HEAD["rayStartParams"])
     job = next(job for job in JOBS.values() if job["spec"]["template"] is template)
     return dict(word.removeprefix("--").split("=", 1) for word in words_after(job, "until ray start"))
 
@@ -262,6 +264,11 @@ def test_every_field_exists_and_has_its_type() -> None:
     ]  # fmt: skip
 
 
+def _worker_group(**changes: Any) -> dict[str, Any]:
+    group = {"groupName": "g", "minReplicas": 0, "maxReplicas": 2, "rayStartParams": {}, "template": HEAD["template"]}
+    return group | changes
+
+
 def _job(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return next(document for document in documents if document["kind"] == "Job")["spec"]
 
@@ -273,8 +280,8 @@ def _job(documents: list[dict[str, Any]]) -> dict[str, Any]:
         (lambda d: d[0]["spec"]["authOptions"].update(mode="tokens"), "'tokens' is not one of"),
         (lambda d: d[0]["spec"].pop("headGroupSpec"), "no headGroupSpec"),
         (lambda d: d[0]["spec"]["headGroupSpec"]["rayStartParams"].update({"num-cpus": 0}), "0 is not str"),
-        (lambda d: d[0]["spec"]["workerGroupSpecs"][0].update(replicas="2"), "'2' is not int"),
-        (lambda d: d[0]["spec"]["workerGroupSpecs"][0].pop("minReplicas"), "no minReplicas"),
+        (lambda d: d[0]["spec"].update(workerGroupSpecs=[_worker_group(replicas="2")]), "'2' is not int"),
+        (lambda d: d[0]["spec"].update(workerGroupSpecs=[_worker_group(minReplica=0)]), "no field 'minReplica'"),
         (lambda d: _job(d)["template"]["spec"].update(terminationGracePeriod=9), "'terminationGracePeriod'"),
         (lambda d: _job(d)["template"]["spec"]["volumes"][0]["emptyDir"].update(sizeLimit="1 GB"), "not a quantity"),
         (lambda d: _job(d)["template"]["spec"]["containers"][0].update(command="bash"), "is not a list"),
@@ -324,7 +331,7 @@ def test_every_pod_is_behind_the_policy_and_reaches_its_volumes(template: dict[s
 def test_everyone_needs_the_token_and_nobody_serves_a_dashboard() -> None:
     name = CLUSTER["metadata"]["name"]
     assert CLUSTER["spec"]["authOptions"] == {"mode": "token"}
-    assert GROUPS[0]["rayStartParams"]["include-dashboard"] == "false"
+    assert HEAD["rayStartParams"]["include-dashboard"] == "false"
     for job in JOBS.values():
         env = {v["name"]: v for v in only_container(job["spec"]["template"])["env"]}
         assert env["RAY_AUTH_MODE"]["value"] == "token"
@@ -340,12 +347,23 @@ def test_all_pods_run_the_same_image_and_the_ray_of_this_project() -> None:
 
 def test_numbers_that_must_agree(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    assert WORKERS["replicas"] == WORKERS["minReplicas"] == WORKERS["maxReplicas"] == config.rollout.workers
-    assert ["--workers", str(WORKERS["replicas"])] == service_arguments(JOBS["seqrelay-rollout"])[2:4]
-    grace_s = JOBS["seqrelay-rollout"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace_s >= config.rollout.group_timeout_s
+    rollout = JOBS["seqrelay-rollout"]["spec"]
+    assert rollout["completions"] == rollout["parallelism"]
+    assert rollout["template"]["spec"]["terminationGracePeriodSeconds"] >= config.rollout.group_timeout_s
     ledger = f"{config.run.directory}/{config.run.name}/ledger.sqlite"
     assert f"[ -e {ledger} ]" in script(JOBS["seqrelay-learner"])
+
+
+@pytest.mark.parametrize("resume", ["", "--resume"])
+def test_the_command_line_takes_the_commands(resume: str) -> None:
+    head = f"{CLUSTER['metadata']['name']}-head-svc:6379"
+    learner = _parse(service_arguments(JOBS["seqrelay-learner"], resume))
+    assert (learner.command, learner.address, learner.resume) == ("learner", head, bool(resume))
+    rollout = _parse(service_arguments(JOBS["seqrelay-rollout"]))
+    assert (rollout.command, rollout.address, rollout.workers, rollout.overrides) == ("rollout", head, 1, [])
+    assert learner.config == rollout.config == Path("/etc/seqrelay/run.toml")
+    (shown,) = re.findall(r"seqrelay (status [^']*)'", MANIFEST.read_text())
+    assert _parse(shown.split()).command == "status"
 
 
 def test_the_service_is_the_process_that_gets_the_signal() -> None:

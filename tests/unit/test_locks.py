@@ -44,7 +44,9 @@ def test_a_lock_of_another_process_is_refused_by_name_and_free_after_kill_9(tmp_
     lock = FileLock(tmp_path / "learner.lock")
     assert lock.holder() is None
     with another_holder(lock.path) as process:
-        with pytest.raises(LockHeld, match=rf"learner\.lock is held by process {process.pid} on host .+, started 20\d\d-"):
+        with pytest.raises(
+            LockHeld, match=rf"learner\.lock is held by process {process.pid} on host .+, started 20\d\d-"
+        ):
             lock.acquire()
         holder = lock.holder()
         assert holder is not None and holder.pid == process.pid

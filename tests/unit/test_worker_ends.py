@@ -1,6 +1,7 @@
 """What is left when an engine or a rollout worker ends in the middle of a load. No vLLM, no Ray cluster."""
 
 import asyncio
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from tiny_models import tiny_config, tiny_model
 import rollout.engine
 import rollout.main
 from rollout.engine import VllmEngine
+from rollout.receive import ROOT_VARIABLE, Staging
+from rollout.slots import HostSlot
 from shared.errors import EngineDied, WeightSyncError
 from shared.records import Manifest
 
@@ -56,13 +59,15 @@ def test_a_load_that_fails_because_the_engine_died_says_so(tmp_path: Path, died:
     asyncio.run(story())
 
 
-def test_staged_weights_of_a_worker_that_died_are_removed(make_config: Any, tmp_path: Path) -> None:
-    left = rollout.main._staging(tmp_path, 0)._folders[1] / "v3"
+def test_staged_weights_of_workers_that_died_are_removed_when_the_service_ends(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
+    left = Staging.of(tmp_path, HostSlot(3))._folders[0] / "v3"
     left.mkdir(parents=True)
     (left / "bucket-0.safetensors").write_bytes(b"weights")
-    with patch.object(rollout.main, "ray") as ray:
-        ray.wait.side_effect = SystemExit(143)
-        with pytest.raises(SystemExit):
-            rollout.main.run_workers(make_config(), tmp_path)
-        assert ray.kill.call_count == 1
+    with patch.object(rollout.main, "Crew", side_effect=SystemExit(143)), pytest.raises(SystemExit):
+        rollout.main.run_workers(make_config(), tmp_path, stop=SimpleNamespace())
     assert not left.exists()
