@@ -25,6 +25,7 @@ from shared.identity import identity_of
 from shared.locks import FileLock
 from shared.metrics import as_row
 from shared.records import Group, StepPlan
+from shared.run_directory import LEARNER_LOCK
 from shared.schema import decode_group
 from shared.seeds import derive_seed
 from shared.service import run_service
@@ -41,9 +42,7 @@ def run_learner(config: Config, run_directory: Path, stop: StopRequest) -> bool:
     learner trains in this run directory.
     """
     torch.set_num_threads(config.learner.threads)
-    lock = FileLock(run_directory / "learner.lock")
-    lock.acquire(_LOCK_WAIT_S)
-    try:
+    with FileLock(run_directory / LEARNER_LOCK, wait_s=_LOCK_WAIT_S):
         hub = LearnerHubClient(config.run.name, start_hub(config, run_directory), stop)
         with hub.seated(identity_of(config)) as point:
             checkpoints = run_directory / "checkpoints"
@@ -53,8 +52,6 @@ def run_learner(config: Config, run_directory: Path, stop: StopRequest) -> bool:
             while learner.version < config.learner.steps and learner.step(plan):
                 plan = None
             return learner.finish()
-    finally:
-        lock.release()
 
 
 @dataclass

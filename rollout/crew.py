@@ -31,7 +31,7 @@ _CLOSE_S = 15.0  # an engine's processes need 2 to 3 s to clean up
 _MAX_DEATHS = 3  # of workers of one service, without any group made in between
 
 # The user's own settings in this terminal count, also where the cluster was started from another one.
-_PASSED_ON = ("CUDA_", "VLLM_", "HF_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "SEQRELAY_")
+_PASSED_ON = ("CUDA_", "VLLM_", "HF_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "SEQRELAY_", "TMPDIR")
 
 EngineFactory = Callable[[Config, int], Awaitable[Engine]]
 

@@ -28,7 +28,7 @@ from shared.weights import SAFETENSORS_DTYPES, check_manifest
 
 ALIVE_POLL_S = 1.0
 DIED_LOADING = "the engine's process ended during a load; restart this worker."
-SHUTDOWN_S = 5.0  # vLLM's children need 2 to 3 s to clean up, shared memory included; then they are killed
+SHUTDOWN_S = 20.0  # vLLM's children need 2 to 3 s to clean up, shared memory included; on a busy host more
 
 
 def sampling_params(request: GenerateRequest) -> dict[str, Any]:

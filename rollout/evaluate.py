@@ -20,7 +20,7 @@ async def evaluate(
 ) -> EvalReport:
     """`evaluation.samples` completions of every held-out prompt; a sample passes with a reward of 1 or more.
 
-    What cannot be sampled or scored is counted as unscored; it never stops a run.
+    What cannot be sampled or scored within `rollout.group_timeout_s` is counted as unscored; it never stops a run.
     """
 
     async def rewards_of(index: int, prompt: Prompt) -> list[float | None]:
@@ -29,9 +29,10 @@ async def evaluate(
             for sample in range(config.evaluation.samples)
         ]
         try:
-            completions = await asyncio.gather(*[engine.generate(request) for request in requests])
-            return await generator.score(completions, prompt)
-        except (RolloutRejected, RewardError) as error:
+            async with asyncio.timeout(config.rollout.group_timeout_s):
+                completions = await asyncio.gather(*[engine.generate(request) for request in requests])
+                return await generator.score(completions, prompt)
+        except (RolloutRejected, RewardError, TimeoutError) as error:
             _LOG.warning("evaluation of %s at version %d: %s", prompt.problem.prompt_id, version, error)
             return [None] * len(requests)
 

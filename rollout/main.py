@@ -78,6 +78,7 @@ class RolloutWorker:
 
     async def _run(self, worker_id: str, config: Config, run_directory: Path, engine_factory: EngineFactory) -> bool:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        clear_abandoned()  # before a slot is claimed: what a killed one left in this very slot counts too
         slot = HostSlot.claim()
         tokenizer = load_tokenizer(config.model.path)
         recorder = Recorder(worker_id)

@@ -7,7 +7,8 @@ Each simulated client asks for a group, encodes it, hands it in and asks again; 
 publishes steps of eight groups and trains nothing, and the clients follow its versions as workers do. Without the
 ledger the hub gets a store that keeps everything in memory, and writes the steps' Parquet files to shared memory.
 `ledger_s_per_step` is the difference of a step's wall time with and without: transactions and waiting for the disk.
-The two arms take turns, so that they meet the same load; a hub's first steps, in which it imports things, do not count.
+The two arms take turns, so that they meet the same load. A hub's first steps, in which it imports things, do not
+count, nor do its last ones, when the clients have run out of groups.
 """
 
 import argparse
@@ -173,12 +174,13 @@ def labelled(example: Group, worker_id: str, ticket: Ticket, version: int) -> Gr
 
 def bench_config(name: str, size: Size, num_clients: int) -> Config:
     """So much staleness that every client can hold a group while two steps are with the learner."""
+    max_staleness = 1 + num_clients // GROUPS_PER_STEP
     return Config(
         run=RunConfig(name=name),
         model=ModelConfig(path="none"),
         rollout=RolloutConfig(lease_s=600.0),
-        learner=LearnerConfig(steps=WARM_UP_STEPS + size.steps, prompts_per_step=GROUPS_PER_STEP),
-        sync=SyncConfig(max_staleness=1 + num_clients // GROUPS_PER_STEP),
+        learner=LearnerConfig(steps=WARM_UP_STEPS + size.steps + max_staleness + 1, prompts_per_step=GROUPS_PER_STEP),
+        sync=SyncConfig(max_staleness=max_staleness),
         evaluation=EvaluationConfig(samples=0),
     )
 
@@ -200,18 +202,17 @@ def measured_hub(config: Config, ledger: bool) -> Iterator[Any]:
             ray.kill(hub)
 
 
-def train(learner: Any, num_steps: int) -> tuple[float, float]:
-    """All steps, without training. When the warm-up ended and when the last step was published (monotonic seconds)."""
-    start_s = time.monotonic()
+def train(learner: Any, num_steps: int) -> list[float]:
+    """All steps, without training. When each was published (monotonic seconds)."""
+    published_s = []
     for step in range(num_steps):
-        if step == WARM_UP_STEPS:
-            start_s = time.monotonic()
         learner.take(step)
         numbers = range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)
         learner.begin_step(StepPlan(step, tuple(GroupId(n) for n in numbers), 0, 3e-4, 4e-4))
         learner.commit_step(step, f"{step:064x}")
         learner.publish(Publication(Manifest(version=step + 1, weights_version=0, tensors=())))
-    return start_s, time.monotonic()
+        published_s.append(time.monotonic())
+    return published_s
 
 
 def measure(clients: Any, name: str, size: Size, num_clients: int, ledger: bool) -> dict[str, float]:
@@ -225,15 +226,14 @@ def measure(clients: Any, name: str, size: Size, num_clients: int, ledger: bool)
         running = clients.run.remote(name, hub, num_clients, size)
         learner = LearnerHubClient(name, hub, StopRequest())
         with learner.seated(_IDENTITY):
-            start_s, end_s = train(learner, config.learner.steps)
-            submitted = [call for call in ray.get(running) if call.start_s >= start_s]
-    wall_s, num_groups = end_s - start_s, size.steps * GROUPS_PER_STEP
-    seconds = [call.duration_s for call in submitted]
-    group_bytes = statistics.fmean(call.num_bytes for call in submitted)
+            published_s = train(learner, config.learner.steps)
+            calls = ray.get(running)
+    start_s, end_s = published_s[WARM_UP_STEPS - 1], published_s[WARM_UP_STEPS - 1 + size.steps]
+    counted = [call for call in calls if start_s <= call.start_s < end_s]
+    seconds, wall_s = [call.duration_s for call in counted], end_s - start_s
     return {
-        "groups_per_s": num_groups / wall_s,
-        "mb_per_s": num_groups * group_bytes / wall_s / 1e6,
-        "group_bytes": group_bytes,
+        "groups_per_s": len(counted) / wall_s,
+        "mb_per_s": sum(call.num_bytes for call in counted) / wall_s / 1e6,
         "submit_mean_ms": 1e3 * statistics.fmean(seconds),
         "submit_p99_ms": 1e3 * float(np.quantile(seconds, 0.99)),
         "step_s": wall_s / size.steps,

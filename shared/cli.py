@@ -4,19 +4,12 @@ Exit codes: 0 the command did what it says, 1 it failed, 2 the command or the co
 """
 
 import argparse
-import os
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from shared.config import Config
 from shared.config_file import load_config
 from shared.errors import ConfigError, SeqrelayError
-from shared.launch import Outcome, log_path, serve, train
-from shared.progress import LogLines, Progress
-from shared.run_directory import find_run, open_for_learner, open_for_rollout
-from shared.status import as_json, as_text, recorded_status, status, stop
 
 # Without tokenizer files transformers makes one up, with an empty vocabulary.
 _MODEL_FILES = {
@@ -24,100 +17,38 @@ _MODEL_FILES = {
     "*.safetensors": ("*.safetensors",),
     "tokenizer": ("tokenizer.*", "vocab.*", "*.model", "tekken.json"),
 }
-_INTERRUPTED = 130
 _STOP_TIMEOUT_S = 600.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the console script."""
     options = _parse(arguments)
-    command: Callable[[argparse.Namespace], int] = options.run
     try:
-        return command(options)
+        return _run(options)
     except KeyboardInterrupt:
         print("seqrelay: interrupted at once; what was done so far is kept", file=sys.stderr)
-        return _INTERRUPTED
+        return 130
     except SeqrelayError as error:
         print(f"seqrelay: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _train(options: argparse.Namespace) -> int:
-    config = _load(options)
-    run_directory = open_for_learner(config, resume=options.resume, alone=True)
-    return _watch_steps(options, config, run_directory, lambda view: train(config, run_directory, view))
+def _run(options: argparse.Namespace) -> int:
+    configs = (_load(options),) if hasattr(options, "config") else ()
+    from shared import commands  # after the config is known to be good: this takes half a second
 
-
-def _learner(options: argparse.Namespace) -> int:
-    config = _load(options)
-    run_directory = open_for_learner(config, resume=options.resume, alone=False)
-    return _watch_steps(
-        options, config, run_directory, lambda view: serve("learner", config, run_directory, options.address, view)
-    )
-
-
-def _watch_steps(
-    options: argparse.Namespace, config: Config, run_directory: Path, run: Callable[[Progress], Outcome]
-) -> int:
-    """Show the steps while `run` goes on, and in the end where everything is and how to go on."""
-    progress = Progress(config, run_directory, options.json)
-    if options.resume and recorded_status(config, run_directory).finished:
-        progress.update()
-        progress.close()
-        progress.say(
-            f"this run is finished: {run_directory}; learner.steps=N makes it longer, run.name=... starts another"
-        )
-        return 0
-    outcome = run(progress)
-    progress.say(f"run directory: {run_directory}")
-    if outcome.finished:
-        progress.say("final weights: checkpoints/final (loads with transformers and vLLM)")
-    else:
-        progress.say("stopped before the last step; the same command with --resume goes on")
-    if options.command == "learner" and options.address is None:
-        progress.say(f"the run's cluster is still up; `seqrelay stop {os.path.relpath(run_directory)}` ends it")
-    return _INTERRUPTED if outcome.interrupted else 0
-
-
-def _rollout(options: argparse.Namespace) -> int:
-    if options.workers is not None:
-        options.overrides.append(f"rollout.workers={options.workers}")
-    config = _load(options)
-    run_directory = open_for_rollout(config)
-    view = LogLines(log_path(run_directory, "rollout"))
-    outcome = serve("rollout", config, run_directory, options.address, view)
-    view.say("the run is finished" if outcome.finished else "stopped; what was held is handed in")
-    return _INTERRUPTED if outcome.interrupted else 0
-
-
-def _status(options: argparse.Namespace) -> int:
-    found, served = status(find_run(options.directory), options.address)
-    print(as_json(found, served) if options.json else as_text(found, served))
-    return 0
-
-
-def _stop(options: argparse.Namespace) -> int:
-    timeout_s = 0.0 if options.now else options.timeout
-    stop(find_run(options.directory), options.address, timeout_s, say=lambda line: print(line, flush=True))
-    return 0
-
-
-def _replay(options: argparse.Namespace) -> int:
-    """In a process of its own: this one loads no model."""
-    command = [sys.executable, "-m", "learner.replay", "--run", str(find_run(options.directory))]
-    for name in ("to_step", "out"):
-        if (value := getattr(options, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
-    return subprocess.run([*command, *(["--json"] if options.json else [])], check=False).returncode
+    return int(getattr(commands, options.command)(options, *configs))
 
 
 def _load(options: argparse.Namespace) -> Config:
-    config = load_config(options.config, options.overrides)
-    check_model(config)
+    workers = getattr(options, "workers", None)
+    overrides = [*options.overrides, *([] if workers is None else [f"rollout.workers={workers}"])]
+    config = load_config(options.config, overrides)
+    _check_model(config)
     return config
 
 
-def check_model(config: Config) -> None:
+def _check_model(config: Config) -> None:
     """ConfigError for a folder without a complete model."""
     model = Path(config.model.path)
     for wanted, patterns in _MODEL_FILES.items():
@@ -148,12 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     rollout = commands.add_parser(
         "rollout", help="run rollout workers; they wait for the learner, and may join any time"
     )
-    for command, run in ((both, _train), (learner, _learner), (rollout, _rollout)):
+    for command in (both, learner, rollout):
         command.add_argument("config", type=Path, metavar="run.toml")
         command.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
         )
-        command.set_defaults(run=run)
     for command in (both, learner):
         command.add_argument("--resume", action="store_true", help="go on with the run that is in the run directory")
     rollout.add_argument("--workers", type=int, metavar="N", help="the same as rollout.workers=N")
@@ -167,9 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     replay = commands.add_parser("replay", help="train again from the recorded rollouts, and compare the weights")
     replay.add_argument("--to-step", type=int, metavar="K", help="only the first K steps")
     replay.add_argument("--out", type=Path, metavar="FOLDER", help="save the weights there")
-    for command, run in ((show, _status), (end, _stop), (replay, _replay)):
+    for command in (show, end, replay):
         command.add_argument("directory", metavar="RUN", help="a run directory, such as runs/demo")
-        command.set_defaults(run=run)
     for command in (learner, rollout, show, end):
         command.add_argument("--address", help="a Ray cluster of yours; without it, the run's own on this host")
     for command in (both, learner, show, replay):

@@ -28,8 +28,8 @@ class HubActor(Hub):
     """The hub in a process of its own, which holds the run directory's hub.lock."""
 
     def __init__(self, config: Config, run_directory: Path, poll_s: float) -> None:
-        self._lock = FileLock(run_directory / "hub.lock")
-        self._lock.acquire(_LOCK_WAIT_S)
+        self._lock = FileLock(run_directory / "hub.lock", wait_s=_LOCK_WAIT_S)
+        self._lock.acquire()
         super().__init__(config, run_directory, poll_s)
 
 

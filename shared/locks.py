@@ -18,9 +18,7 @@ import psutil
 
 from shared.errors import LockHeld
 
-_POLL_S = 0.02
-# `holder` takes a shared lock for some microseconds; whoever tries this long has met a real holder.
-_LEAST_WAIT_S = 0.1
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -40,20 +38,20 @@ class FileLock:
     """An exclusive lock on `path`, held from `acquire` to `release` or to the end of this process.
 
     Programs that this process starts do not inherit it (close-on-exec); a bare `os.fork` does. Several locks on one
-    path exclude each other within a process too.
+    path exclude each other within a process too. `wait_s`: how long `with` and `acquire` wait for it, in seconds.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, wait_s: float = 0.0) -> None:
+        self.path, self._wait_s = path, wait_s
         self._descriptor: int | None = None
 
-    def acquire(self, wait_s: float = 0.0) -> None:
-        """Take the lock, waiting up to `wait_s` seconds. LockHeld, naming the holder, when another one has it."""
+    def acquire(self, wait_s: float | None = None) -> None:
+        """Take the lock. LockHeld, naming the holder, when another one has it all the time."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline_s = time.monotonic() + max(wait_s, _LEAST_WAIT_S)
+        deadline_s = time.monotonic() + (self._wait_s if wait_s is None else wait_s)
         try:
             while not _try_lock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() >= deadline_s:
+                if time.monotonic() >= deadline_s and _is_held(descriptor):
                     raise LockHeld(f"{self.path} is held by {_read_holder(self.path)}. End that process first.")
                 time.sleep(_POLL_S)
             process = psutil.Process()
@@ -79,7 +77,7 @@ class FileLock:
         except FileNotFoundError:
             return None
         try:
-            return None if _try_lock(descriptor, fcntl.LOCK_SH) else _read_holder(self.path)
+            return _read_holder(self.path) if _is_held(descriptor) else None
         finally:
             os.close(descriptor)
 
@@ -97,6 +95,14 @@ def _try_lock(descriptor: int, operation: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_held(descriptor: int) -> bool:
+    """Whether another one has the exclusive lock. Those who ask this share the lock meanwhile: they are no holders."""
+    if not _try_lock(descriptor, fcntl.LOCK_SH):
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
 
 
 def _read_holder(path: Path) -> Holder:

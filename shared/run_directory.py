@@ -12,9 +12,12 @@ from shared.config import Config
 from shared.config_file import load_resolved
 from shared.errors import ConfigError
 from shared.identity import LOCAL_OPTIONS, SHARED_OPTIONS
+from shared.locks import FileLock
 from shared.run_files import read_steps
 
 CONFIG_FILE = "config.json"
+LEARNER_LOCK = "learner.lock"
+_LOCK_WAIT_S = 3.0  # a learner whose parent was killed ends within a second
 
 # What a run that goes on may change: nothing of it enters into the weights. `learner.steps` is looked at by itself.
 _FREE = {
@@ -27,7 +30,8 @@ _FREE = {
 def open_for_learner(config: Config, *, resume: bool, alone: bool) -> Path:
     """The run directory for `seqrelay train` (`alone`: nobody else may have made it) or `seqrelay learner`.
 
-    ConfigError when it holds a run that was not to be resumed, holds none that was, or the config changed too much.
+    ConfigError when it holds a run that was not to be resumed, holds none that was, or the config changed too much;
+    LockHeld, which is one too, while a learner trains there.
     """
     folder = run_directory(config)
     if resume:
@@ -38,7 +42,8 @@ def open_for_learner(config: Config, *, resume: bool, alone: bool) -> Path:
             f"by --resume, or choose another name (run.name=...)."
         )
     _make(folder)
-    _write(folder, config)
+    with FileLock(folder / LEARNER_LOCK, wait_s=_LOCK_WAIT_S):  # LockHeld, before anything is changed
+        _write(folder, config)
     return folder
 
 

@@ -31,5 +31,5 @@ def test_a_canceled_request_ends_in_the_engine(moe: Any) -> None:
     num_canceled = sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
     print(f"{num_canceled} of {NUM_REQUESTS} requests canceled; the engine was idle {seconds:.3f} s later")
     assert num_canceled > 0
-    assert seconds < 0.3
+    assert seconds < 0.5
     assert len(moe.run(moe.engine.generate(request(seed=99, max_tokens=4))).token_ids) > 0

@@ -90,6 +90,20 @@ def test_a_run_directory_that_cannot_be_made_ends_with_code_2(toml: Path, tmp_pa
     assert "cannot be made: File name too long" in result.stderr
 
 
+def test_only_a_run_that_exists_is_resumed_stopped_looked_at_or_replayed(toml: Path, tmp_path: Path) -> None:
+    result = seqrelay("train", str(toml), "--resume", f"run.directory={tmp_path}")
+    assert (result.returncode, "there is no run in" in result.stderr) == (2, True), result.stderr
+    assert not (tmp_path / "first").exists()
+    for command in ("status", "stop", "replay"):
+        result = seqrelay(command, str(tmp_path))
+        assert (result.returncode, "not a run directory" in result.stderr) == (2, True), result.stderr
+
+
+def test_the_number_of_workers_is_checked_like_the_option(toml: Path) -> None:
+    result = seqrelay("rollout", str(toml), "--workers", "0")
+    assert (result.returncode, "rollout.workers = 0" in result.stderr) == (2, True), result.stderr
+
+
 def test_a_missing_file_ends_with_code_2(tmp_path: Path) -> None:
     result = seqrelay("train", str(tmp_path / "no.toml"))
     assert result.returncode == 2

@@ -27,13 +27,15 @@ from rollout.engine_start import engine_args, thread_environment
 from rollout.generate import GroupGenerator
 from rollout.prompts import PromptSource
 from rollout.rewards import load_reward
-from shared.cli import _check_paths
 from shared.config import Config
 from shared.config_file import parse_config
 from shared.errors import ConfigError
 from shared.hub import Hub
 from shared.protocols import Completion
 from shared.records import GroupId, Rollout, Segment, Ticket
+from shared.run_directory import run_directory
+from shared.schema import encode_group
+from shared.stopping import StopRequest
 
 REWARDS = "rollout.rewards"
 MIXED = [1.0, 0.0, 1.0, 0.0]
@@ -74,7 +76,7 @@ def engine(config: Config) -> Any:
 def hub(config: Config, folder: Path) -> Any:
     served = Hub(config, folder)
     try:
-        return served._ledger.rules, dict(served._evaluations._holder)
+        return served._core.ledger.rules, dict(served._core.evaluations._holder), served._core.workers._lease_s
     finally:
         served.close()
 
@@ -134,11 +136,27 @@ def learner_threads(config: Config) -> Any:
     seen: list[int] = []
     with (
         patch.object(torch, "set_num_threads", seen.append),
-        patch.object(learner.main, "connect", side_effect=KeyError),
+        patch.object(learner.main, "FileLock", side_effect=KeyError),
         pytest.raises(KeyError),
     ):
-        learner.main.run_learner(config, Path())
+        learner.main.run_learner(config, Path(), StopRequest())
     return seen
+
+
+def checkpoints(config: Config, folder: Path) -> list[str]:
+    """Which checkpoints three steps leave, with a hub that gives every step the same groups."""
+    from unittest.mock import MagicMock
+
+    from learner.main import Learner
+    from learner.publish import Publisher
+
+    hub, policy = MagicMock(), Policy.load(config)
+    hub.take.return_value = [encode_group(group) for group in GROUPS]
+    publisher = MagicMock(spec=Publisher, digest="digest")
+    learner = Learner(config, folder, hub, policy, Optimizer(policy, config), publisher, 0)
+    for _ in range(3):
+        learner.step(None)
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def generator_payload(config: Config) -> Any:
@@ -148,8 +166,8 @@ def generator_payload(config: Config) -> Any:
 
 
 OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
-    "run.name": ("one", "two", lambda c: _check_paths(c)),
-    "run.directory": ("runs", "elsewhere", lambda c: _check_paths(c)),
+    "run.name": ("one", "two", run_directory),
+    "run.directory": ("runs", "elsewhere", run_directory),
     "run.seed": (0, 1, lambda c: (request(c), prompts(c), step_plan(c, 0, []))),
     "model.path": ("a", "b", lambda c: Policy.load(c).model.state_dict()["lm_head.weight"].tolist()),
     "prompts.source": ("sums", "other", prompts),
@@ -175,6 +193,7 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "rollout.payload": ("token", "sequence", generator_payload),
     "rollout.max_attempts": (3, 1, lambda c: attempts(c)),
     "rollout.threads": (1, 2, engine),
+    "rollout.lease_s": (30.0, 3.0, hub),
     "rollout.group_timeout_s": (60.0, 0.05, lambda c: in_time(c)),
     "learner.steps": (3, 4, hub),
     "learner.prompts_per_step": (4, 8, hub),
@@ -193,6 +212,8 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "learner.activation_checkpointing": (False, True, trained),
     "learner.logprob_chunk_tokens": (256, 16, trained),
     "learner.threads": (1, 2, learner_threads),
+    "learner.checkpoint_steps": (1, 2, checkpoints),
+    "learner.keep_checkpoints": (2, 1, checkpoints),
     "sync.max_staleness": (0, 1, hub),
     "sync.bucket_mib": (1, 64, published),
     "sync.probe_sequences": (2, 4, published),
@@ -265,12 +286,13 @@ def actors(config: Config) -> int:
     """How many actors the rollout service starts."""
     from unittest.mock import MagicMock, patch
 
-    import rollout.main
+    import rollout.crew
+    from rollout.main import run_workers
 
-    with patch.object(rollout.main, "ray") as ray:
-        ray.wait.side_effect = lambda pending, num_returns: (pending, [])
+    with patch.object(rollout.crew, "ray") as ray:
+        ray.wait.side_effect = lambda pending, num_returns, timeout: (pending, [])
         actor: MagicMock = ray.remote.return_value.options.return_value
-        rollout.main.run_workers(config, Path())
+        run_workers(config, Path(), StopRequest())
         return actor.remote.call_count
 
 

@@ -5,20 +5,20 @@ import signal
 import subprocess
 import sys
 import time
-from io import StringIO
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import shared.hub_client
 import shared.launch
-import shared.progress
 from shared.config import Config
-from shared.errors import ConfigError, HubError
-from shared.launch import _end, _interrupt_at, train
+from shared.errors import ConfigError, HubError, RunFailed
+from shared.launch import Outcome, _end, _services, _wait, interrupt_at_signals
 from shared.service import run_service
+from shared.stopping import STOPPED, StopRequest
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 ORPHAN = """
@@ -28,6 +28,7 @@ threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
+POPEN = subprocess.Popen
 PARENT = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); time.sleep(60)"
 
 
@@ -52,6 +53,17 @@ def test_a_service_ends_with_a_parent_that_was_killed() -> None:
     assert not is_alive(child)
 
 
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """A Ctrl-C after so many seconds."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def stubborn() -> "subprocess.Popen[bytes]":
     process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
@@ -68,13 +80,8 @@ def test_a_service_that_does_not_end_when_asked_is_made_to(monkeypatch: pytest.M
 
 def test_a_second_interrupt_ends_the_services_at_once() -> None:
     process = stubborn()
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            _end([process])
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with alarm(0.3), pytest.raises(KeyboardInterrupt):
+        _end([process])
     assert process.returncode == -signal.SIGKILL
 
 
@@ -82,7 +89,7 @@ def test_sigterm_and_hangup_interrupt_unless_ignored() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        _interrupt_at(signal.SIGTERM, signal.SIGHUP)
+        interrupt_at_signals()
         os.kill(os.getpid(), signal.SIGHUP)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -92,25 +99,82 @@ def test_sigterm_and_hangup_interrupt_unless_ignored() -> None:
             signal.signal(number, handler)
 
 
-def test_a_run_directory_that_cannot_be_made_is_a_config_error(make_config: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with pytest.raises(ConfigError, match=r"run\.directory: .*/file/run cannot be made: Not a directory"):
-        train(make_config(), tmp_path / "file" / "run")
+class Screen:
+    """What a person is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def update(self) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def close(self) -> None:
+        pass
 
 
-def test_a_run_that_fails_gives_the_terminal_its_cursor_back(
+def service(code: str, folder: Path) -> "subprocess.Popen[bytes]":
+    """A stand-in for a service that ends with `code`, after it has said why where a service does."""
+    (folder / "logs").mkdir(exist_ok=True)
+    log = shared.launch.log_path(folder, "learner")
+    log.write_text("the last line of its log")
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+@pytest.mark.parametrize(("codes", "finished"), [((0, 0), True), ((0, STOPPED), False), ((STOPPED, STOPPED), False)])
+def test_a_run_is_finished_when_every_service_says_so(codes: tuple[int, ...], finished: bool, tmp_path: Path) -> None:
+    processes = {str(i): service(f"raise SystemExit({code})", tmp_path) for i, code in enumerate(codes)}
+    assert _wait(processes, tmp_path, Screen()) == Outcome(finished, interrupted=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "said"),
+    [
+        ("raise SystemExit(1)", RunFailed, "the learner service ended with code 1.*the last line of its log"),
+        ("import os; os.kill(os.getpid(), 9)", RunFailed, "was ended by signal 9"),
+        ("raise SystemExit(2)", ConfigError, "the last line of its log"),
+    ],
+)
+def test_a_service_that_fails_is_named_with_what_it_said(
+    code: str, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=f"(?s){said}"):
+        _wait({"learner": service(code, tmp_path)}, tmp_path, Screen())
+    shared.launch.log_path(tmp_path, "learner").with_suffix(".error").write_text("its own words")
+    with pytest.raises(error, match="its own words"):
+        _wait({"learner": service(code, tmp_path)}, tmp_path, Screen())
+
+
+def test_the_first_interrupt_asks_the_services_to_end_and_waits_for_them(tmp_path: Path) -> None:
+    obedient = (
+        "import signal, sys, time; signal.signal(15, lambda n, f: sys.exit(3)); print(flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", obedient], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    screen = Screen()
+    with alarm(0.3):
+        assert _wait({"learner": process}, tmp_path, screen) == Outcome(finished=False, interrupted=True)
+    assert "Ctrl-C again" in screen.lines[0]
+
+
+def test_services_that_are_not_done_end_with_the_block(
     make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_cluster(config: Config, run_directory: Path) -> None:
-        raise HubError("no room on this disk")
+    started: list[subprocess.Popen[bytes]] = []
 
-    screen = StringIO()
-    monkeypatch.setattr(shared.progress, "Console", lambda **options: Console(file=screen, force_terminal=True))
-    monkeypatch.setattr(shared.launch, "_private_cluster", no_cluster)
-    with pytest.raises(HubError):
-        train(make_config(), tmp_path / "run")
-    hides, shows = (screen.getvalue().rfind(code) for code in ("\x1b[?25l", "\x1b[?25h"))
-    assert 0 <= hides < shows
+    def start(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        assert "--run-directory" in command
+        started.append(POPEN([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True))
+        return started[-1]
+
+    monkeypatch.setattr(shared.launch.subprocess, "Popen", start)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(HubError), _services(("rollout", "learner"), make_config(), tmp_path, "somewhere"):
+        raise HubError("no room on this disk")
+    assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
 
 
 @pytest.fixture
@@ -119,35 +183,56 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
     monkeypatch.setattr("ray.init", lambda **options: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    monkeypatch.setattr(shared.hub_client, "connect", lambda name: None)
-    monkeypatch.setattr(shared.hub_client, "report_failure", lambda handle, side, text: texts.append(text))
+    monkeypatch.setattr(shared.hub_client, "report_failure", lambda name, side, text: texts.append(text))
     return texts
 
 
 def serve(body: Any, config: Config, folder: Path) -> int:
-    (folder / "config.json").write_text(config.model_dump_json())
-    return run_service("rollout", body, ["--config", str(folder / "config.json"), "--address", "somewhere"])
+    (folder / "rollout-1.json").write_text(config.model_dump_json())
+    arguments = ["--config", str(folder / "rollout-1.json"), "--address", "somewhere", "--run-directory", str(folder)]
+    return run_service("rollout", body, arguments)
 
 
-def test_the_hub_is_told_of_a_bad_config_in_one_line_and_of_a_bug_with_its_traceback(
+def test_a_service_ends_with_0_if_the_run_is_finished_and_else_as_stopped(
+    told: list[str], make_config: Any, tmp_path: Path
+) -> None:
+    assert serve(lambda config, folder, stop: True, make_config(), tmp_path) == 0
+    assert serve(lambda config, folder, stop: False, make_config(), tmp_path) == STOPPED
+    assert told == []
+
+
+def test_a_failure_is_told_to_the_hub_and_left_for_the_parent(
     told: list[str], make_config: Any, tmp_path: Path
 ) -> None:
     from ray.exceptions import RayTaskError
 
-    def bad_config(config: Config, folder: Path) -> None:
+    def bad_config(config: Config, folder: Path, stop: StopRequest) -> bool:
         raise ConfigError("reward.function = 'no:where': no module")
 
-    def bad_config_of_an_actor(config: Config, folder: Path) -> None:
+    def bad_config_of_an_actor(config: Config, folder: Path, stop: StopRequest) -> bool:
         raise RayTaskError("run", "a long traceback", ConfigError("no chat template")).as_instanceof_cause()
 
-    def bug(config: Config, folder: Path) -> None:
+    def bug(config: Config, folder: Path, stop: StopRequest) -> bool:
         raise KeyError("oops")
 
+    codes, left = [], []
     for body in (bad_config, bad_config_of_an_actor, bug):
-        assert serve(body, make_config(), tmp_path) == 1
+        codes.append(serve(body, make_config(), tmp_path))
+        left.append((tmp_path / "rollout-1.error").read_text().strip())
+    assert codes == [2, 2, 1]
     assert told[:2] == ["reward.function = 'no:where': no module", "no chat template"]
     assert told[2].startswith("Traceback")
     assert "KeyError: 'oops'" in told[2]
+    assert left == [text.strip() for text in told]
+
+
+def test_a_failure_that_came_from_the_hub_is_not_sent_back(told: list[str], make_config: Any, tmp_path: Path) -> None:
+    def other_side(config: Config, folder: Path, stop: StopRequest) -> bool:
+        raise RunFailed("the rollout side of the run failed: ...")
+
+    assert serve(other_side, make_config(), tmp_path) == 1
+    assert told == []
+    assert "rollout side" in (tmp_path / "rollout-1.error").read_text()
 
 
 def test_a_failure_that_no_hub_hears_is_logged(
@@ -156,7 +241,7 @@ def test_a_failure_that_no_hub_hears_is_logged(
     def gone(*arguments: object) -> None:
         raise HubError("the hub is gone")
 
-    def bug(config: Config, folder: Path) -> None:
+    def bug(config: Config, folder: Path, stop: StopRequest) -> bool:
         raise KeyError("oops")
 
     monkeypatch.setattr(shared.hub_client, "report_failure", gone)
