@@ -76,7 +76,7 @@ class Crew:
         try:
             for _ in range(self._config.rollout.workers):
                 self._start()
-            finished, draining = True, False
+            finished, draining = [], False
             while self._members:
                 if stop and not draining:
                     draining = True
@@ -84,8 +84,8 @@ class Crew:
                         member.actor.drain.remote()
                 done, _ = ray.wait([m.ended for m in self._members], num_returns=1, timeout=_POLL_S)
                 for member in [m for m in self._members if m.ended in done]:
-                    finished = self._collect(member, stop) and finished
-            return finished
+                    finished += self._collect(member, stop)
+            return bool(finished) and all(finished)
         finally:
             self._end()
 
@@ -94,10 +94,11 @@ class Crew:
         actor = self._actor.remote()
         self._members.append(_Member(worker_id, actor, actor.run.remote(worker_id, *self._arguments)))
 
-    def _collect(self, member: _Member, stop: StopRequest) -> bool:
+    def _collect(self, member: _Member, stop: StopRequest) -> list[bool]:
+        """What the worker returned; nothing if it died, and then another one is started."""
         self._members.remove(member)
         try:
-            return bool(ray.get(member.ended))
+            return [ray.get(member.ended)]
         except (RayActorError, EngineDied, WeightSyncError) as error:
             self._kill(member)
             self._leave(member, f"died: {error}")
@@ -105,7 +106,7 @@ class Crew:
             if not stop:
                 _LOG.warning("%s died and is replaced: %s", member.worker_id, error)
                 self._start()
-            return False
+            return []
 
     def _count_death(self, error: Exception) -> None:
         """Raises the error when workers keep dying and nothing gets done."""

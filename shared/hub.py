@@ -55,8 +55,10 @@ class Hub:
     async def check(self, identity: Identity) -> str:
         """Whether a worker of this identity may join: "" if so, or what it would wait for. ConfigError if not."""
         if self._core.identity is None:
-            return "no learner has come to this run yet"
+            return "this run's learner, which has not come yet"
         check_same(identity, self._core.identity)
+        if self._core.seat.holder is None and (self._core.failure or self._core.stopping):
+            return "a learner that resumes this run, which was stopped or failed"
         return ""
 
     async def join(self, worker_id: str, identity: Identity) -> str:
@@ -65,7 +67,7 @@ class Hub:
         It gets no work before it holds the weights that are current now. ConfigError as in `check`.
         """
         try:
-            await self._core.poll(lambda: self._core.identity)
+            await self._core.poll(lambda: self._core.seat.holder)
             if waiting_for := await self.check(identity):
                 return waiting_for
         except ConfigError as error:
@@ -159,9 +161,12 @@ class Hub:
         HubError while another learner is alive.
         """
         self._core.seat.take(learner_id, time.monotonic())
+        if self._core.is_ahead_of_disk:
+            self._core.load_ledger()
         self._core.identity, self._core.failure, self._core.stopping = identity, None, False
         self._core.publication.forget()
         self._core.note("learner_came", learner_id, f"goes on at version {self._core.ledger.version}")
+        self._core.notify()
         return ResumePoint(self._core.ledger.version, self._core.ledger.begun_plan(), self._core.ledger.incarnation)
 
     async def learner_alive(self, learner_id: str, identity: Identity) -> LearnerOrders:
@@ -291,7 +296,9 @@ class Hub:
             return Work(stop="now", waiting_for=self._core.failure or "")
         if self._core.stopping:
             return Work(stop="drain")
-        lease = self._core.workers.seen(worker_id, time.monotonic())  # a sync may have been reported meanwhile
+        lease = self._core.workers.get(worker_id)  # a sync may have been reported meanwhile
+        if lease is None:  # it left, or was lost, while it waited here: nobody would make what it is given
+            return Work()
         if lease.active_version < lease.floor:
             return None
         version = self._core.evaluations.hand_out(worker_id, lease.active_version)
@@ -304,8 +311,9 @@ class Hub:
         return Work(tickets)
 
     def _why_no_work(self, worker_id: str) -> str:
-        lease = self._core.workers.seen(worker_id, time.monotonic())
-        newest = self._core.ledger.published_version
+        lease, newest = self._core.workers.get(worker_id), self._core.ledger.published_version
+        if lease is None:
+            return ""
         if max(lease.floor, newest) > lease.active_version:
             lost = "; the learner that held it is gone, the next one sends it" if self._core.publication.is_lost else ""
             return f"version {newest} on this worker, which has {lease.active_version}{lost}"

@@ -27,6 +27,7 @@ from shared.stopping import StopRequest
 
 _LOG = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.2
+_FINISHED_EVERY_S = 0.5
 _TELL_EVERY_S = 30.0
 HUB_BACK_S = 60.0  # a killed hub is back in 2 to 5 s
 _ALIVE_EVERY_S = 1.0
@@ -197,7 +198,7 @@ class LearnerHubClient:
                 raise RunFailed(status.failure)
             if self._stop:
                 return False
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_FINISHED_EVERY_S)
         return True
 
     def _stay_alive(self, identity: Identity) -> None:

@@ -36,16 +36,13 @@ class HubCore:
     def __init__(self, config: Config, run_directory: Path, poll_s: float, store: Store | None) -> None:
         self.config, self.run_directory = config, run_directory
         self.store = store or Store(run_directory)
-        for step in self.store.unexported_steps():
-            self.store.export_step(step.plan)
-        learner = config.learner
-        rules = LedgerRules(
-            learner.prompts_per_step, config.sync.max_staleness, learner.steps, config.rollout.max_attempts
-        )
-        self.ledger = Ledger.from_rows(rules, *self.store.load())
+        self.identity: Identity | None = None  # the learner's
+        self.seat = LearnerSeat(config.rollout.lease_s)
+        self.workers = Leases(config.rollout.lease_s)
+        self.load_ledger()
         self.publication = CurrentPublication()
         evaluated = [report.version for report in read_evaluations(run_directory)]
-        self.evaluations = Evaluations((0, learner.steps) if config.evaluation.samples else (), evaluated)
+        self.evaluations = Evaluations((0, config.learner.steps) if config.evaluation.samples else (), evaluated)
         self.files = {
             kind: JsonLines(run_directory / f"{kind}.jsonl")
             for kind in ("metrics", "spans", "syncs", "probes", "evaluations", "events")
@@ -57,12 +54,19 @@ class HubCore:
         self.changed = asyncio.Event()  # set and replaced at every change
         now = time.monotonic()
         self.groups_made, self.steps_made = Rate(now), Rate(now)
-        self.identity: Identity | None = None  # the learner's
-        self.seat = LearnerSeat(config.rollout.lease_s)
-        self.workers = Leases(config.rollout.lease_s)
-        for worker_id in self.ledger.num_held():
-            self.workers.seen(worker_id, now)
         self.note("hub_started", "hub", f"version {self.ledger.version}, {self.ledger.balance()}")
+
+    def load_ledger(self) -> None:
+        """Take the ledger from disk; whoever holds a group there has a lease from now on."""
+        for step in self.store.unexported_steps():
+            self.store.export_step(step.plan)
+        learner, max_staleness = self.config.learner, self.config.sync.max_staleness
+        max_attempts = self.config.rollout.max_attempts
+        rules = LedgerRules(learner.prompts_per_step, max_staleness, learner.steps, max_attempts)
+        self.ledger = Ledger.from_rows(rules, *self.store.load())
+        self.is_ahead_of_disk = False
+        for worker_id in self.ledger.num_held():
+            self.workers.seen(worker_id, time.monotonic())
 
     def status(self) -> HubStatus:
         self.look_for_the_lost()
@@ -157,10 +161,14 @@ class HubCore:
 
     @contextmanager
     def durable(self) -> Iterator[None]:
-        """A write that fails leaves memory ahead of the disk: the run stops, nothing more is acknowledged."""
+        """A write that fails leaves memory ahead of the disk: the run stops, nothing more is acknowledged.
+
+        The next learner starts from what is on disk.
+        """
         try:
             yield
         except Exception:
+            self.is_ahead_of_disk = True
             self.fail("hub", traceback.format_exc())
             raise
 

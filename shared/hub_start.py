@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared.config import Config
@@ -39,14 +39,19 @@ def start_hub(config: Config, run_directory: Path, poll_s: float = POLL_S) -> An
     One that was started with another config (a run that is resumed for more steps) is replaced. Namespace is the run's
     name. Ray must be connected. HubError when it does not start, with the cause.
     """
-    try:
-        hub = ray.get_actor(HUB_NAME, namespace=config.run.name)
-        if ray.get(hub.config.remote(), timeout=_START_TIMEOUT_S) == config:
-            return hub
-        ray.kill(hub, no_restart=True)
-    except (ValueError, RayError):
-        pass  # there is none, or it cannot be reached
-    return _create_hub(config, run_directory, poll_s)
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        hub = find_hub(config.run.name) or _create_hub(config, run_directory, poll_s)
+        try:
+            if ray.get(hub.config.remote(), timeout=_START_TIMEOUT_S) == config:
+                return hub
+            ray.kill(hub, no_restart=True)  # its name is free a moment later
+        except RayError as error:  # it could not start, or it is being restarted, or its node died: then for 15 s
+            if time.monotonic() > deadline_s or _failed_to_start(error):
+                raise HubError(
+                    f"the hub of run {config.run.name!r} did not start in {run_directory}: {error}"
+                ) from error
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def find_hub(namespace: str) -> Any | None:
@@ -82,9 +87,9 @@ def _create_hub(config: Config, run_directory: Path, poll_s: float) -> Any:
         max_concurrency=_MAX_CONCURRENCY,
         scheduling_strategy=here,
     )
-    try:
-        hub = actor.remote(config, run_directory.resolve(), poll_s)
-        ray.get(hub.status.remote(), timeout=_START_TIMEOUT_S)
-    except (RayError, ValueError) as error:
-        raise HubError(f"the hub of run {config.run.name!r} did not start in {run_directory}: {error}") from error
-    return hub
+    return actor.remote(config, run_directory.resolve(), poll_s)
+
+
+def _failed_to_start(error: RayError) -> bool:
+    """Whether the hub's own constructor raised: it would again."""
+    return isinstance(error, ActorDiedError) and "creation task" in str(error)

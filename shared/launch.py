@@ -90,7 +90,8 @@ def _services(
             resolved.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
             command = [sys.executable, "-m", f"{side}.main", "--config", str(resolved), "--address", address]
             command += ["--run-directory", str(run_directory), "--parent", str(os.getpid())]
-            with log_path(run_directory, side).open("wb") as output:
+            resolved.with_suffix(".error").unlink(missing_ok=True)  # in a container every process may be number 1
+            with log_path(run_directory, side).open("ab") as output:
                 services[side] = subprocess.Popen(
                     command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
                 )

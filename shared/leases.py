@@ -35,6 +35,9 @@ class Leases:
     def items(self) -> list[tuple[str, Lease]]:
         return list(self._leases.items())
 
+    def get(self, worker_id: str) -> Lease | None:
+        return self._leases.get(worker_id)
+
     def join(self, worker_id: str, floor: int, now_s: float) -> None:
         self._leases[worker_id] = Lease(now_s, now_s, floor=floor)
 
@@ -63,6 +66,7 @@ class LearnerSeat:
     lease_s: float
     holder: str | None = None
     seen_s: float = field(default=0.0, repr=False)
+    is_new: bool = field(default=True, repr=False)  # nobody sat here since the hub started
 
     def is_taken(self, now_s: float) -> bool:
         return self.holder is not None and now_s - self.seen_s <= self.lease_s
@@ -78,14 +82,19 @@ class LearnerSeat:
                 f"this run is being trained by learner {self.holder}, heard of {now_s - self.seen_s:.0f} s ago; a run "
                 f"has one learner. Stop that one, or wait {self.lease_s:.0f} s if it is dead."
             )
-        self.holder, self.seen_s = learner_id, now_s
+        self._renew(learner_id, now_s)
 
     def require(self, learner_id: str, now_s: float) -> None:
-        """Renew. HubError when another learner sits there; a hub that was restarted knows none and takes this one."""
+        """Renew. HubError unless this learner sits there; a hub that was restarted knows none and takes this one."""
+        if self.holder is None and not self.is_new:
+            raise HubError(f"learner {learner_id} has left, or was replaced, and may not train this run any more")
         if self.holder not in (None, learner_id):
             raise HubError(f"learner {learner_id} was replaced by {self.holder} and may not train this run any more")
-        self.holder, self.seen_s = learner_id, now_s
+        self._renew(learner_id, now_s)
 
     def leave(self, learner_id: str) -> None:
         if self.holder == learner_id:
             self.holder = None
+
+    def _renew(self, learner_id: str, now_s: float) -> None:
+        self.holder, self.seen_s, self.is_new = learner_id, now_s, False

@@ -39,6 +39,7 @@ class Ledger:
         self._last_replacement: dict[int, int] = {}  # of every issued number
         self._open: list[GroupId] = []  # heap of groups to issue before any new number
         self._counts: Counter[GroupState] = Counter()
+        self._generating: set[GroupId] = set()  # never more than the capacity, however long the run
         self._steps: dict[int, StepRow] = {}
 
     # ---- what may be asked
@@ -92,7 +93,7 @@ class Ledger:
 
     def num_held(self) -> dict[str, int]:
         """Groups being generated, by worker."""
-        return dict(Counter(row.worker_id for row in self._rows.values() if row.state is GroupState.GENERATING))
+        return dict(Counter(self._rows[group].worker_id for group in self._generating))
 
     def oldest_version_allowed(self, group: GroupId) -> int:
         """Oldest policy version a token of this group may have, so that the bound holds when the group is trained."""
@@ -157,13 +158,8 @@ class Ledger:
         After `max_attempts` a group is dropped. With `holds`: an answer that never reached a living worker, because the
         hub or the connection was lost with it, is taken back. RunFailed as in `give_up`.
         """
-        held = [
-            row
-            for row in self._rows.values()
-            if row.state is GroupState.GENERATING
-            and row.worker_id == worker_id
-            and Ticket(row.group, row.attempt) not in holds
-        ]
+        rows = (self._rows[group] for group in sorted(self._generating))
+        held = [r for r in rows if r.worker_id == worker_id and Ticket(r.group, r.attempt) not in holds]
         for row in held:
             if row.attempt + 1 >= self.rules.max_attempts:
                 self._drop(row, "worker_lost", f"{row.attempt + 1} workers were lost with it")
@@ -219,9 +215,11 @@ class Ledger:
     def replace_weights(self, weights_digest: str) -> StepRow:
         """A learner that recovered holds other weights for the current version: a new incarnation begins.
 
-        HubError before the first step: everybody starts from the same files.
+        The same weights again change nothing. HubError before the first step: everybody starts from the same files.
         """
         row = self.step_row(self.version - 1)
+        if row.weights_digest == weights_digest:
+            return row
         self._steps[self.version - 1] = replace(row, weights_digest=weights_digest, incarnation=self.incarnation + 1)
         return self._steps[self.version - 1]
 
@@ -352,6 +350,7 @@ class Ledger:
         if earlier:
             self._counts[earlier.state] -= 1
         self._counts[row.state] += 1
+        (self._generating.add if row.state is GroupState.GENERATING else self._generating.discard)(row.group)
         self._rows[row.group] = row
         self._last_replacement[row.group.number] = max(
             row.group.replacement, self._last_replacement.get(row.group.number, 0)

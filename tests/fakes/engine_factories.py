@@ -5,6 +5,7 @@ from pathlib import Path
 import ray
 from fake_engine import FakeEngine
 
+from rollout.receive import staging_root
 from shared.config import Config
 from shared.protocols import Engine
 
@@ -12,9 +13,10 @@ TOKEN_S = 0.03
 
 
 async def fake_engine(config: Config, worker_index: int) -> Engine:
-    """A deterministic engine; it writes down which Ray node it runs on."""
-    node = Path(config.run.directory) / f"{config.run.name}-worker-{worker_index}.node"
-    node.write_text(ray.get_runtime_context().get_node_id())
+    """A deterministic engine; it writes down which Ray node it runs on, and where weights are staged for it."""
+    note = Path(config.run.directory) / f"{config.run.name}-worker-{worker_index}"
+    note.with_suffix(".node").write_text(ray.get_runtime_context().get_node_id())
+    note.with_suffix(".staging").write_text(str(staging_root()))
     return FakeEngine(token_s=TOKEN_S)
 
 

@@ -16,6 +16,7 @@ import grpc
 import psutil
 import pytest
 
+import shared.cluster
 from shared.cluster import ensure_cluster, stop_cluster
 from shared.cluster_processes import is_alive
 from shared.cluster_record import ClusterRecord, read_cluster
@@ -240,7 +241,10 @@ def test_services_that_start_at_once_share_a_cluster_that_outlives_them_until_it
     assert finish(start(USE, run))  # the other cluster of this host goes on
 
 
-def test_a_cluster_that_lost_its_head_or_its_center_ends_and_is_replaced(own_run: Path) -> None:
+def test_a_cluster_that_lost_its_head_or_its_center_ends_and_is_replaced(
+    own_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.cluster, "_END_GRACE_S", 0.5)  # Ray's agents do not end when asked, then
     first = ensure_cluster(own_run, own_run)
     processes = tree(first)
     psutil.Process(first.pid).kill()

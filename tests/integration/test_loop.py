@@ -1,4 +1,8 @@
-"""The whole loop on two Ray nodes: the real hub, workers and learner, with a deterministic engine in vLLM's place."""
+"""The whole loop on two Ray nodes: the real hub, workers and learner, with a deterministic engine in vLLM's place.
+
+The nodes have shared-memory directories of their own, as two hosts have: weights and groups can only arrive through
+Ray's object stores and its network.
+"""
 
 import os
 import threading
@@ -9,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas
+import psutil
 import pytest
 import ray
 import torch
@@ -23,25 +28,39 @@ from rollout.main import run_workers
 from shared.config import Config
 from shared.config_file import parse_config
 from shared.errors import RunFailed
-from shared.hub import start_hub
-from shared.hub_client import connect, report_failure
+from shared.hub_client import report_failure
+from shared.hub_start import start_hub
 from shared.run_files import read_evaluations, read_metrics, read_spans, read_syncs
 from shared.spans import overlap_s, union
+from shared.stopping import StopRequest
 
 ROLLOUT_NODE = "rollout_node"
 
 
+@dataclass
+class Folders:
+    """What is in memory on each of the two hosts that the nodes stand for."""
+
+    learner: Path
+    rollout: Path
+    staging: Path
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
     """Two nodes on this host; only the second one may hold rollout workers. Their processes find the fakes."""
     tests = Path(__file__).parents[1]
+    folders = Folders(*(tmp_path_factory.mktemp(name) for name in ("learner-shm", "rollout-shm", "staging")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests / "fakes")]))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        nodes.add_node(num_cpus=1, resources={ROLLOUT_NODE: 100})
+        patch.setenv("SEQRELAY_STAGING", str(folders.staging))
+        memory = {"include_dashboard": False, "object_store_memory": 100 << 20}
+        head = {"num_cpus": 1, "plasma_directory": str(folders.learner), **memory}
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        nodes.add_node(num_cpus=1, resources={ROLLOUT_NODE: 100}, plasma_directory=str(folders.rollout), **memory)
         ray.init(address=nodes.address, log_to_driver=False)
-        yield
+        yield folders
         ray.shutdown()
         nodes.shutdown()
 
@@ -83,15 +102,15 @@ def run_loop(name: str, model: Path, folder: Path, engine: Any = fake_engine, **
 
     def workers() -> None:
         try:
-            run_workers(config, directory, engine, {ROLLOUT_NODE: 1})
+            run_workers(config, directory, StopRequest(), engine, {ROLLOUT_NODE: 1})
         except BaseException as error:
             errors.append(error)
-            report_failure(connect(name), "rollout", str(error))
+            report_failure(name, "rollout", str(error))
 
     thread = threading.Thread(target=workers)
     thread.start()
     try:
-        run_learner(config, directory)
+        assert run_learner(config, directory, StopRequest())
     finally:
         thread.join(60)
     if errors:
@@ -158,6 +177,20 @@ def test_workers_and_learner_are_on_different_nodes(finished: Run) -> None:
     nodes = {path.read_text() for path in finished.directory.parent.glob("stale-worker-*.node")}
     assert len(nodes) == 1
     assert ray.get_runtime_context().get_node_id() not in nodes
+
+
+def mapped_by_raylets(folder: Path) -> int:
+    """How many of this test's Ray nodes keep their object store in `folder` (the file itself has no name any more)."""
+    raylets = [child for child in psutil.Process().children(recursive=True) if child.name() == "raylet"]
+    return sum(str(folder) in Path(f"/proc/{raylet.pid}/maps").read_text() for raylet in raylets)
+
+
+def test_weights_arrive_where_the_learners_shared_memory_is_not(finished: Run, cluster: Folders) -> None:
+    assert mapped_by_raylets(cluster.learner) == mapped_by_raylets(cluster.rollout) == 1
+    staged_in = {path.read_text() for path in finished.directory.parent.glob("stale-worker-*.staging")}
+    assert staged_in == {str(cluster.staging)}
+    assert list(cluster.staging.iterdir()) == []
+    assert min(sync.num_bytes for sync in read_syncs(finished.directory)) > 0
 
 
 def test_at_staleness_1_both_sides_are_busy_at_once(finished: Run) -> None:

@@ -289,7 +289,7 @@ def actors(config: Config) -> int:
     import rollout.crew
     from rollout.main import run_workers
 
-    with patch.object(rollout.crew, "ray") as ray:
+    with patch.object(rollout.crew, "ray") as ray, patch.object(rollout.crew, "NodeAffinitySchedulingStrategy"):
         ray.wait.side_effect = lambda pending, num_returns, timeout: (pending, [])
         actor: MagicMock = ray.remote.return_value.options.return_value
         run_workers(config, Path(), StopRequest())
@@ -338,6 +338,8 @@ def observed(option: str, value: Any, observe: Callable[..., Any], folders: dict
     }
     if option == "learner.schedule":
         values["learner"]["steps"] = 8
+    if option == "learner.keep_checkpoints":
+        values["learner"]["checkpoint_steps"] = 1
     if option == "model.path":
         value = str(folders[value])
     values.setdefault(section, {})[name] = value
@@ -345,9 +347,9 @@ def observed(option: str, value: Any, observe: Callable[..., Any], folders: dict
         values["run"]["directory"] = str(folders["runs"] / value)
     try:
         config = parse_config(values)
-        if observe is hub:
+        if observe in (hub, checkpoints):
             scratch.mkdir()
-            return hub(config, scratch)
+            return observe(config, scratch)
         return observe(config)
     except ConfigError:
         return "Refused"

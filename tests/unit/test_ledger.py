@@ -188,9 +188,10 @@ def test_calls_that_break_the_protocol_are_named() -> None:
 
 def test_a_step_trains_exactly_what_was_taken_for_it() -> None:
     ledger = make_ledger()
+    submit_all(ledger, [*issue(ledger, max_groups=1)])
+    with pytest.raises(HubError, match="must train the groups that were taken for it, in order: 0.0; the plan has"):
+        ledger.begin_step(plan_of(0, [GroupId(0)]))  # 1.0 is missing
     submit_all(ledger, issue(ledger))
-    with pytest.raises(HubError, match="must train the groups that were taken"):
-        ledger.begin_step(plan_of(0, [GroupId(0), GroupId(1)]))  # ready, but not taken
     taken = ledger.take(0)
     assert taken is not None
     for wrong in ([GroupId(1), GroupId(0)], [GroupId(0)], [GroupId(0), GroupId(2)], [GroupId(0), GroupId(0)]):
@@ -202,8 +203,9 @@ def test_a_step_trains_exactly_what_was_taken_for_it() -> None:
     with pytest.raises(HubError, match="cannot be begun again"):
         ledger.begin_step(StepPlan(0, plan.groups, minibatch_seed=1, clip_low=3e-4, clip_high=4e-4))
     ledger.commit_step(0, "digest")
+    ledger.commit_step(0, "digest")  # its acknowledgment was lost
     with pytest.raises(HubError, match="commit_step of step 0, but the next step is 1"):
-        ledger.commit_step(0, "digest")
+        ledger.commit_step(0, "another digest")
     assert (ledger.version, ledger.published_version) == (1, 0)
 
 

@@ -157,7 +157,7 @@ def test_a_database_of_another_layout_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(SchemaError, match=r"layout version 99, this release uses 1.*choose another run\.name"):
+    with pytest.raises(SchemaError, match=r"layout version 99, this release uses 2.*choose another run\.name"):
         Store(tmp_path)
 
 
