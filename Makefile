@@ -1,11 +1,11 @@
 # Needs Python 3.11 or newer. Everything goes into $(VENV); nothing outside the project folder is touched.
 #   PYTHON          the interpreter the environment is made from
 #   TORCH_PIP_ARGS  more arguments for pip when it installs torch, if your pip does not find a CPU build of its own accord
-#   RUN             the name of the run that `make demo` makes, under runs/
+#   RUN             the name of the run that `make demo` makes, under runs/; one that is there and unfinished goes on
 #   ARGS            more arguments for `seqrelay train` in `make demo`, for example ARGS="learner.steps=3"
 
 VENV ?= .venv
-RUN ?= demo-$(shell date +%Y%m%d-%H%M%S)
+RUN ?= demo
 TORCH_PIP_ARGS ?=
 ARGS ?=
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
@@ -57,7 +57,7 @@ models: setup  ## make both small models
 
 demo: setup  ## train SmolLM2-135M on sums: about ten minutes on two cores
 	$(BIN)/python scripts/make_smollm2.py --out $(SMOLLM2)
-	$(BIN)/seqrelay train scripts/configs/demo.toml run.name=$(RUN) $(ARGS)
+	$(BIN)/seqrelay train scripts/configs/demo.toml run.name=$(RUN) $(ARGS) $(if $(wildcard runs/$(RUN)/config.json),--resume)
 
 lint: setup  ## the checks that run nothing
 	$(BIN)/ruff check .

@@ -103,6 +103,13 @@ def join(target: ClusterRecord | str, namespace: str) -> None:
         ) from error
 
 
+def leave() -> None:
+    """Undo `join`."""
+    import ray
+
+    ray.shutdown()
+
+
 @contextmanager
 def private_cluster(run_directory: Path, namespace: str, model_path: Path) -> Iterator[ClusterRecord]:
     """A cluster whose head is this process, connected to it; it ends with the block or with the process.

@@ -91,6 +91,7 @@ def _ledger(run_directory: Path) -> Iterator[sqlite3.Connection]:
     path = run_directory / "ledger.sqlite"
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute("BEGIN")  # all that is read is of one instant, also while a hub writes
             (version,) = database.execute("PRAGMA user_version").fetchone()
             if version != DATABASE_VERSION:
                 raise SchemaError(

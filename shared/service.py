@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from shared.cluster import join, leave
 from shared.config import Config
 from shared.config_file import load_resolved
 from shared.errors import ConfigError, HubError, RunFailed
@@ -36,11 +37,9 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     config = load_resolved(options.config)
 
-    import ray  # after the arguments are known to be good: this import takes a second
-
     stop = StopRequest()
-    ray.init(address=options.address, namespace=config.run.name, log_to_driver=True, logging_level=logging.WARNING)
-    stop.on_signals()  # after `init`, whose own handler aborts with a crash report
+    join(options.address, config.run.name)
+    stop.on_signals()  # after joining: Ray's own handler aborts with a crash report
     try:
         return 0 if body(config, options.run_directory, stop) else STOPPED
     except Exception as error:
@@ -51,7 +50,7 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
             _report(side, config, text)
         return code
     finally:
-        ray.shutdown()
+        leave()
 
 
 def _parse(side: str, arguments: list[str]) -> argparse.Namespace:

@@ -14,6 +14,7 @@ import pytest
 
 import shared.hub_client
 import shared.launch
+import shared.service
 from shared.config import Config
 from shared.errors import ConfigError, HubError, RunFailed
 from shared.launch import Outcome, _end, _services, _wait, interrupt_at_signals
@@ -181,7 +182,8 @@ def test_services_that_are_not_done_end_with_the_block(
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the hub is told by services that run in this process, without a cluster."""
     texts: list[str] = []
-    monkeypatch.setattr("ray.init", lambda **options: None)
+    monkeypatch.setattr(shared.service, "join", lambda address, namespace: None)
+    monkeypatch.setattr(shared.service, "leave", lambda: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.setattr(shared.hub_client, "report_failure", lambda name, side, text: texts.append(text))
     return texts
