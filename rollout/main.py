@@ -16,6 +16,7 @@ from rollout.generate import GroupGenerator
 from rollout.prompts import PromptSource
 from rollout.receive import Staging, clear_abandoned
 from rollout.rewards import load_reward
+from rollout.shared_memory import clear_shared_memory, remember_shared_memory
 from rollout.slots import HostSlot
 from rollout.worker import Worker
 from shared.config import Config
@@ -78,7 +79,7 @@ class RolloutWorker:
 
     async def _run(self, worker_id: str, config: Config, run_directory: Path, engine_factory: EngineFactory) -> bool:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        clear_abandoned()  # before a slot is claimed: what a killed one left in this very slot counts too
+        clear_up()  # before a slot is claimed: what a killed one left in this very slot counts too
         slot = HostSlot.claim()
         tokenizer = load_tokenizer(config.model.path)
         recorder = Recorder(worker_id)
@@ -89,6 +90,7 @@ class RolloutWorker:
             await AsyncHubClient(config.run.name, hub).check(identity)
         staging = Staging.of(run_directory, slot)
         engine = await engine_factory(config, slot.index)
+        remember_shared_memory(slot)
         why = "ended"
         try:
             generator = GroupGenerator(config, engine, tokenizer, reward, recorder)
@@ -132,7 +134,13 @@ def run_workers(
     try:
         return Crew(RolloutWorker, config, run_directory, engine_factory, resources or {}).work(stop)
     finally:
-        clear_abandoned()  # what workers of this host that were killed in the middle of a load left behind
+        clear_up()
+
+
+def clear_up() -> None:
+    """Remove what killed workers left on this host: staged weights and their engines' shared memory."""
+    clear_abandoned()
+    clear_shared_memory()
 
 
 def main(arguments: list[str]) -> int:

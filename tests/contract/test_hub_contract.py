@@ -1,28 +1,51 @@
-"""One suite for the hub's three seams, over the hub in this process and over its Ray actor."""
+"""One suite for the hub's four seams, over the hub in this process and over its Ray actor."""
 
 import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pytest
+from hub_stories import IDENTITY
 
 from shared.config import Config
-from shared.errors import HubError, RunFailed, SchemaError
-from shared.hub import Hub, start_hub
-from shared.hub_client import AsyncHubClient, LearnerHubClient, connect, report_failure
-from shared.protocols import GroupSink, GroupSource, VersionFeed
-from shared.records import Group, GroupId, Manifest, Publication, Span, StepPlan, TensorEntry, Ticket, Work
+from shared.errors import ConfigError, HubError, RunFailed, SchemaError
+from shared.hub import Hub
+from shared.hub_client import AsyncHubClient, LearnerHubClient, report_failure
+from shared.hub_start import connect, start_hub
+from shared.protocols import GroupSink, GroupSource, Membership, VersionFeed
+from shared.records import (
+    Group,
+    GroupId,
+    Identity,
+    Manifest,
+    Publication,
+    ResumePoint,
+    Span,
+    StepPlan,
+    TensorEntry,
+    Ticket,
+    Work,
+)
 from shared.schema import decode_group, encode_group
+from shared.stopping import StopRequest
 
 POLL_S = 0.2
+LEARNER = "host:1-aa"
 T = TypeVar("T")
 MakeGroup = Callable[..., Group]
+
+
+class Sink(GroupSink, Protocol):
+    """The learner's seam, and the seat that it is used from."""
+
+    def seated(self, identity: Identity) -> AbstractContextManager[ResumePoint]: ...
 
 
 class Loop:
@@ -39,22 +62,28 @@ class Loop:
 class InProcessSink:
     """GroupSink over a hub on another thread's loop, without Ray."""
 
-    def __init__(self, hub: Hub, loop: Loop) -> None:
-        self._hub, self._loop = hub, loop
+    def __init__(self, hub: Hub, loop: Loop, stop: StopRequest) -> None:
+        self._hub, self._loop, self._stop = hub, loop, stop
 
-    def take(self, step: int) -> list[bytes]:
-        while (taken := self._loop.run(self._hub.take(step))).groups is None:
-            pass
+    @contextmanager
+    def seated(self, identity: Identity) -> Iterator[ResumePoint]:
+        yield self._loop.run(self._hub.sit_down(LEARNER, identity))
+        self._loop.run(self._hub.get_up(LEARNER))
+
+    def take(self, step: int) -> list[bytes] | None:
+        while (taken := self._loop.run(self._hub.take(LEARNER, step))).groups is None:
+            if self._stop:
+                return None
         return taken.groups
 
     def begin_step(self, plan: StepPlan) -> None:
-        self._loop.run(self._hub.begin_step(plan))
+        self._loop.run(self._hub.begin_step(LEARNER, plan))
 
     def commit_step(self, step: int, weights_digest: str) -> None:
-        self._loop.run(self._hub.commit_step(step, weights_digest))
+        self._loop.run(self._hub.commit_step(LEARNER, step, weights_digest))
 
     def publish(self, publication: Publication) -> None:
-        self._loop.run(self._hub.publish(publication))
+        self._loop.run(self._hub.publish(LEARNER, publication))
 
 
 @dataclass
@@ -62,15 +91,24 @@ class Seams:
     """The hub as its clients see it. `put` makes a bucket; `fetch` gets its bytes back."""
 
     source: GroupSource
+    members: Membership
     feed: VersionFeed
-    sink: GroupSink
+    sink: Sink
     loop: Loop
+    stop: StopRequest
     fail: Callable[[str, str], None]
     put: Callable[[np.ndarray], Any]
     fetch: Callable[[Any], np.ndarray]
+    held: dict[str, list[Ticket]] = field(default_factory=dict)
 
-    def ask(self, worker: str = "w0", version: int = 0, max_groups: int = 9) -> Work:
-        return self.loop.run(self.source.next_work(worker, version, max_groups))
+    def ask(
+        self, worker: str = "w0", version: int = 0, max_groups: int = 9, holds: Sequence[Ticket] | None = None
+    ) -> Work:
+        """The worker holds all that it was given, unless told otherwise."""
+        held = self.held.setdefault(worker, []) if holds is None else holds
+        work = self.loop.run(self.source.next_work(worker, version, tuple(held), max_groups))
+        self.held[worker] = [*held, *work.tickets]
+        return work
 
     def submit(self, worker: str, ticket: Ticket, payload: bytes) -> bool:
         return self.loop.run(self.source.submit(worker, ticket, payload))
@@ -93,22 +131,19 @@ def ray_cluster() -> Iterator[Any]:
 @pytest.fixture(params=["in process", "ray"])
 def seams(request: pytest.FixtureRequest, make_config: Callable[..., Config], tmp_path: Path) -> Iterator[Seams]:
     name = f"run-{abs(hash(request.node.name))}"
-    config, loop = make_config(run={"name": name}), Loop()
+    config, loop, stop = make_config(run={"name": name}), Loop(), StopRequest()
     if request.param == "in process":
         hub = Hub(config, tmp_path, POLL_S)
-        yield Seams(
-            hub, hub, InProcessSink(hub, loop), loop, lambda *a: loop.run(hub.fail(*a)), lambda a: a, lambda a: a
-        )
+        sink = InProcessSink(hub, loop, stop)
+        yield Seams(hub, hub, hub, sink, loop, stop, lambda *a: loop.run(hub.fail(*a)), lambda a: a, lambda a: a)
         hub.close()
     else:
         ray = request.getfixturevalue("ray_cluster")
-        owner = start_hub(config, tmp_path, POLL_S)
-        handle = connect(name, timeout_s=5.0)
-        client = AsyncHubClient(handle)
-        yield Seams(
-            client, client, LearnerHubClient(handle), loop, lambda *a: report_failure(handle, *a), ray.put, ray.get
-        )
-        del owner
+        hub = start_hub(config, tmp_path, POLL_S)
+        client = AsyncHubClient(name, connect(name, timeout_s=5.0))
+        sink = LearnerHubClient(name, hub, stop)
+        yield Seams(client, client, client, sink, loop, stop, lambda *a: report_failure(name, *a), ray.put, ray.get)
+        ray.kill(hub, no_restart=True)
 
 
 def generate(seams: Seams, make_group: MakeGroup, version: int = 0) -> list[Ticket]:
@@ -130,7 +165,7 @@ def test_a_whole_run(seams: Seams, make_group: MakeGroup, tmp_path: Path) -> Non
     for step in range(3):
         generate(seams, make_group, step)
         assert train(seams, step) == [GroupId(2 * step), GroupId(2 * step + 1)]
-    assert seams.ask(version=3) == Work(stop=True)
+    assert seams.ask(version=3) == Work(stop="now")
     assert len(list((tmp_path / "trajectories").glob("*.parquet"))) == 3
 
 
@@ -159,7 +194,8 @@ def test_a_dropped_group_is_replaced_and_its_late_result_refused(seams: Seams, m
 def test_no_work_and_no_news_are_short_waits(seams: Seams) -> None:
     seams.ask()
     started_s = time.monotonic()
-    assert seams.ask("w1") == Work()
+    waiting_for = seams.ask("w1").waiting_for
+    assert waiting_for == "the learner (none) to publish version 1: all groups that may start now are issued"
     assert seams.loop.run(seams.feed.newer_version(0)) is None
     assert 2 * POLL_S <= time.monotonic() - started_s < 5.0
 
@@ -183,7 +219,8 @@ def test_a_failure_reaches_the_learner_with_its_traceback_and_stops_the_workers(
     with pytest.raises(RunFailed, match=r"the rollout side of the run failed:\nTraceback:\nValueError: boom"):
         seams.sink.take(0)
     assert time.monotonic() - started_s < 5.0
-    assert seams.ask() == Work(stop=True)
+    said = "the rollout side of the run failed:\nTraceback:\nValueError: boom"
+    assert seams.ask() == Work(stop="now", waiting_for=said)
 
 
 def test_errors_arrive_as_what_they_are(seams: Seams) -> None:
@@ -202,6 +239,40 @@ def test_errors_arrive_as_what_they_are(seams: Seams) -> None:
 def test_reports_are_written(seams: Seams, tmp_path: Path) -> None:
     seams.loop.run(seams.source.report([Span("w0", "load", 1.0, 2.0, 0)]))
     assert '"lane": "w0"' in (tmp_path / "spans.jsonl").read_text()
+
+
+def test_what_the_worker_does_not_hold_is_issued_again(seams: Seams) -> None:
+    first = seams.ask(max_groups=2).tickets
+    again = seams.ask(max_groups=2, holds=first[:1]).tickets
+    assert again == (Ticket(GroupId(1), 1), Ticket(GroupId(2)))
+
+
+def test_members_come_stay_and_go(seams: Seams, make_group: MakeGroup) -> None:
+    run, members = seams.loop.run, seams.members
+    assert (
+        run(members.check(IDENTITY))
+        == run(members.join("w0", IDENTITY))
+        == "this run's learner, which has not come yet"
+    )
+    with seams.sink.seated(IDENTITY) as point:
+        assert point == ResumePoint(0)
+        assert run(members.check(IDENTITY)) == run(members.join("w0", IDENTITY)) == ""
+        other = replace(IDENTITY, model="model-2")
+        for call in (members.check(other), members.join("w1", other)):
+            with pytest.raises(ConfigError, match="model: the worker has model-2, the learner model-1"):
+                run(call)
+        tickets = seams.ask().tickets
+        run(members.heartbeat("w0"))
+        run(members.leave("w0", "drained"))
+        assert not seams.submit("w0", tickets[0], encode_group(make_group(tickets[0], "w0")))
+        assert seams.ask("w1").tickets == tuple(Ticket(ticket.group, 1) for ticket in tickets)
+
+
+def test_a_learner_that_is_to_stop_waits_no_longer(seams: Seams) -> None:
+    threading.Timer(POLL_S, seams.stop.set).start()
+    started_s = time.monotonic()
+    assert seams.sink.take(0) is None
+    assert time.monotonic() - started_s < 5.0
 
 
 def test_many_long_polls_wait_at_once(seams: Seams) -> None:
@@ -224,10 +295,36 @@ def test_a_hub_that_cannot_start_says_why(ray_cluster: Any, make_config: Callabl
         start_hub(make_config(run={"name": "broken"}), tmp_path)
 
 
-def test_a_hub_that_dies_ends_the_learners_wait(
-    ray_cluster: Any, make_config: Callable[..., Config], tmp_path: Path
+def test_a_hub_that_is_gone_for_good_ends_the_learners_wait(
+    ray_cluster: Any, make_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = start_hub(make_config(run={"name": "dies"}), tmp_path, POLL_S)
-    threading.Timer(2 * POLL_S, ray_cluster.kill, (owner,)).start()
-    with pytest.raises(HubError, match="the hub is gone"):
-        LearnerHubClient(connect("dies")).take(0)
+    monkeypatch.setattr("shared.hub_client.HUB_BACK_S", 1.0)
+    hub = start_hub(make_config(run={"name": "dies"}), tmp_path, POLL_S)
+    threading.Timer(2 * POLL_S, ray_cluster.kill, (hub,)).start()
+    with pytest.raises(HubError, match="the hub of run 'dies' is gone for 1 s; start the learner again with --resume"):
+        LearnerHubClient("dies", hub, StopRequest()).take(0)
+
+
+def test_a_hub_that_is_killed_is_back_and_its_clients_notice_nothing(
+    ray_cluster: Any, make_config: Callable[..., Config], make_group: MakeGroup, tmp_path: Path
+) -> None:
+    hub, loop, stop = start_hub(make_config(run={"name": "killed"}), tmp_path, POLL_S), Loop(), StopRequest()
+    worker, learner = AsyncHubClient("killed", hub), LearnerHubClient("killed", hub, stop)
+    seams = Seams(worker, worker, worker, learner, loop, stop, print, ray_cluster.put, ray_cluster.get)
+    with learner.seated(IDENTITY):
+        generate(seams, make_group)
+        train(seams, 0)
+        ray_cluster.kill(hub, no_restart=False)
+        assert (
+            seams.loop.run(worker.join("late", IDENTITY)) == ""
+        )  # the learner's sign of life brings its identity back
+        newer = None
+        while newer is None:  # and the weights, too
+            newer = loop.run(worker.newer_version(0))
+        assert [seams.fetch(bucket).tolist() for bucket in newer.buckets] == [[1] * 5]
+        for step in (1, 2):
+            generate(seams, make_group, step)
+            train(seams, step)
+        assert learner.wait_finished()
+    assert loop.run(worker.newer_version(0)) is None
+    ray_cluster.kill(hub, no_restart=True)

@@ -23,6 +23,7 @@ from shared.service import run_service
 from shared.stopping import StopRequest
 
 TOKEN_S = 0.01
+SLOW_TOKEN_S = 0.1
 SLOW_S = 1.5
 FAULTY_VERSION = 2
 
@@ -72,6 +73,10 @@ async def steady(config: Config, host_slot: int) -> Engine:
     return FakeEngine(token_s=TOKEN_S)
 
 
+async def slow(config: Config, host_slot: int) -> Engine:
+    return FakeEngine(token_s=SLOW_TOKEN_S)
+
+
 async def uneven(config: Config, host_slot: int) -> Engine:
     """One completion in eight takes a second and a half more."""
     return _faulty("uneven", config)
@@ -100,7 +105,7 @@ async def fails_at_start(config: Config, host_slot: int) -> Engine:
 
 FACTORIES = {
     factory.__name__: factory
-    for factory in (steady, uneven, raises, load_fails, dies_in_load, dies_at_start, fails_at_start)
+    for factory in (steady, slow, uneven, raises, load_fails, dies_in_load, dies_at_start, fails_at_start)
 }
 
 

@@ -1,6 +1,11 @@
-"""The ledger under random workers, delays, drops, losses and restarts: its invariants hold after every event."""
+"""The ledger under random workers, delays, drops, losses, lost answers, repeated calls and restarts.
 
+Its invariants hold after every event.
+"""
+
+from collections.abc import Callable
 from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import assume, given, settings
@@ -13,6 +18,7 @@ from shared.records import GroupId, StepPlan, Ticket
 
 RULES = LedgerRules(prompts_per_step=3, max_staleness=1, steps=4, max_attempts=2)
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
+T = TypeVar("T")
 
 
 class Simulation:
@@ -28,37 +34,70 @@ class Simulation:
         self.begun: StepPlan | None = None
         self.tickets: set[Ticket] = set()
 
-    def ask(self, worker: str, max_groups: int) -> None:
-        active = self.active.get(worker, 0)
+    def ask(self, worker: str, max_groups: int, arrives: bool = True) -> None:
+        """As the hub does it: what the worker does not hold is taken back. An answer that is lost is never held."""
+        active, holds = self.active.get(worker, 0), self.holds(worker)
+        self.ledger.worker_lost(worker, holds)
+        assert self.ledger.num_held().get(worker, 0) <= len(holds)
         for ticket in self.ledger.issue(worker, active, max_groups, now_s=0.0):
             assert ticket not in self.tickets, "a ticket is issued once"
             self.tickets.add(ticket)
-            self.held[worker, ticket] = active
+            if arrives:
+                self.held[worker, ticket] = active
+
+    def holds(self, worker: str) -> list[Ticket]:
+        return [ticket for name, ticket in self.held if name == worker]
 
     def submit(self, worker: str, ticket: Ticket) -> None:
         version = self.held.pop((worker, ticket))
-        if self.ledger.submit(worker, ticket) == "accepted":
+        verdict = self.ledger.submit(worker, ticket)
+        if verdict == "accepted":
             self.started_at[ticket.group] = version
+        again = self.unchanged_by(lambda: self.ledger.submit(worker, ticket))
+        assert again == ("repeated" if verdict == "accepted" else verdict)
 
     def give_up(self, worker: str, ticket: Ticket) -> None:
         self.held.pop((worker, ticket))
         self.ledger.give_up(worker, ticket, "test")
+        assert self.unchanged_by(lambda: self.ledger.give_up(worker, ticket, "test")) is False
 
-    def train(self) -> bool:
+    def begin(self) -> bool:
         step = self.ledger.version
         groups = self.ledger.take(step) if step < self.rules.steps else None
         if groups is None:
             return False
         plan = StepPlan(step, tuple(groups), 0, 3e-4, 4e-4)
         self.ledger.begin_step(plan)
+        self.unchanged_by(lambda: self.ledger.begin_step(plan))
         self.begun = plan
-        self.restart()
-        self.ledger.commit_step(step, "digest")
-        self.begun = None
-        for group in groups:
-            assert step - self.started_at[group] <= self.rules.max_staleness, "the staleness bound"
-        self.trained += [group.number for group in groups]
         return True
+
+    def commit(self) -> None:
+        plan, self.begun = self.ledger.begun_plan(), None
+        assert plan is not None
+        self.ledger.commit_step(plan.step, "digest")
+        self.unchanged_by(lambda: self.ledger.commit_step(plan.step, "digest"))
+        for group in plan.groups:
+            assert plan.step - self.started_at[group] <= self.rules.max_staleness, "the staleness bound"
+        self.trained += [group.number for group in plan.groups]
+
+    def publish(self) -> None:
+        self.ledger.publish(self.ledger.version)
+        assert self.unchanged_by(lambda: self.ledger.publish(self.ledger.version)) == []
+
+    def replace_weights(self, digest: str) -> None:
+        before = self.ledger.incarnation
+        changed = self.ledger.step_row(self.ledger.version - 1).weights_digest != digest
+        self.ledger.replace_weights(digest)
+        self.unchanged_by(lambda: self.ledger.replace_weights(digest))
+        assert self.ledger.incarnation == before + changed
+
+    def unchanged_by(self, call: Callable[[], T]) -> T:
+        """The answer of a call that is made again."""
+        before = (dict(self.ledger._rows), dict(self.ledger._steps), sorted(self.ledger._open))
+        answer = call()
+        assert before == (self.ledger._rows, self.ledger._steps, sorted(self.ledger._open))
+        return answer
 
     def restart(self) -> None:
         """The hub dies and comes back from its rows."""
@@ -68,6 +107,8 @@ class Simulation:
         self.ledger = Ledger.from_rows(self.rules, groups, [ledger.step_row(step) for step in begun])
         assert self.ledger.balance() == ledger.balance()
         assert (self.ledger.version, self.ledger.published_version) == (ledger.version, ledger.published_version)
+        assert (self.ledger.begun_plan(), self.ledger.incarnation) == (self.begun, ledger.incarnation)
+        assert self.ledger.num_held() == ledger.num_held()
 
     def check(self) -> None:
         self.ledger.check()
@@ -83,9 +124,9 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.simulation = Simulation(RULES)
 
-    @rule(worker=WORKERS, max_groups=st.integers(1, 4))
-    def ask(self, worker: str, max_groups: int) -> None:
-        self.simulation.ask(worker, max_groups)
+    @rule(worker=WORKERS, max_groups=st.integers(1, 4), arrives=st.booleans())
+    def ask(self, worker: str, max_groups: int, arrives: bool) -> None:
+        self.simulation.ask(worker, max_groups, arrives)
 
     @precondition(lambda self: self.simulation.held)
     @rule(data=st.data(), keep=st.integers(0, 4))
@@ -105,14 +146,25 @@ class LedgerMachine(RuleBasedStateMachine):
     def follow(self, worker: str) -> None:
         self.simulation.active[worker] = self.simulation.ledger.published_version
 
+    @precondition(lambda self: self.simulation.begun is None)
     @rule()
-    def train(self) -> None:
-        assume(self.simulation.train())
+    def begin(self) -> None:
+        assume(self.simulation.begin())
+
+    @precondition(lambda self: self.simulation.begun is not None)
+    @rule()
+    def commit(self) -> None:
+        self.simulation.commit()
+
+    @precondition(lambda self: self.simulation.ledger.version > 0)
+    @rule(digest=st.sampled_from(["digest", "other"]))
+    def replace_weights(self, digest: str) -> None:
+        self.simulation.replace_weights(digest)
 
     @precondition(lambda self: self.simulation.ledger.published_version < self.simulation.ledger.version)
     @rule()
     def publish(self) -> None:
-        self.simulation.ledger.publish(self.simulation.ledger.version)
+        self.simulation.publish()
 
     @rule()
     def restart(self) -> None:
@@ -148,8 +200,10 @@ def test_every_run_ends_with_every_number_trained_once(
         event = random.random()
         if event < 0.02:
             simulation.restart()
-        elif event < 0.05:
+        elif event < 0.04:
             simulation.ledger.worker_lost(worker)
+        elif event < 0.06:
+            simulation.ask(worker, random.randint(1, 5), arrives=False)
         elif event < 0.1 and mine:
             simulation.give_up(*random.choice(mine))
         elif event < 0.5 and mine:
@@ -159,8 +213,10 @@ def test_every_run_ends_with_every_number_trained_once(
         elif event < 0.9:
             simulation.active[worker] = simulation.ledger.published_version
         else:
-            simulation.train()
-            simulation.ledger.publish(simulation.ledger.version)
+            if simulation.begin():
+                simulation.restart()
+                simulation.commit()
+            simulation.publish()
         simulation.check()
     assert simulation.ledger.finished
     assert simulation.trained == list(range(5 * prompts_per_step))

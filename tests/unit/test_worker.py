@@ -1,44 +1,25 @@
 """A worker's loop with the hub in this process and a deterministic engine: no Ray, no vLLM."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from hub_stories import IDENTITY, LEARNER
+from worker_stories import end, make_worker, small_config, start, take_groups
 
-from rollout.generate import GroupGenerator
-from rollout.prompts import PromptSource
-from rollout.receive import Staging
-from rollout.rewards import Sample
-from rollout.worker import Worker
 from shared.config import Config
 from shared.hub import Hub
 from shared.protocols import GenerateRequest
+from shared.records import Group
 from shared.run_files import read_evaluations, read_spans
-from shared.schema import decode_group
-from shared.spans import Recorder
-
-TOKENIZER = SimpleNamespace(
-    chat_template=None,
-    encode=lambda text, add_special_tokens: [ord(c) % 128 for c in text],
-    decode=lambda token_ids, skip_special_tokens: "".join(map(chr, token_ids)),
-)
-NAME = "w0"
 
 
 @pytest.fixture
 def config(make_config: Callable[..., Config]) -> Config:
-    return make_config(
-        prompts={"style": "plain", "num_held_out": 4},
-        sampling={"group_size": 4, "max_tokens": 5},
-        learner={"steps": 3, "prompts_per_step": 2, "minibatches": 1},
-        evaluation={"samples": 1},
-        sync={"max_staleness": 0},
-    )
+    return small_config(make_config, evaluation={"samples": 1})
 
 
 @pytest.fixture
@@ -48,30 +29,19 @@ def hub(config: Config, tmp_path: Path) -> Iterator[Hub]:
     hub.close()
 
 
-def length_of(samples: list[Sample], answer: str) -> list[float | None]:
-    return [float(len(s.text)) for s in samples]
-
-
-def worker(config: Config, hub: Hub, folder: Path, reject: Any = lambda request: None) -> Worker:
-    engine, recorder = FakeEngine(reject=reject), Recorder(NAME)
-    generator = GroupGenerator(config, engine, TOKENIZER, length_of, recorder)
-    staging = Staging("test", fallback=folder)
-    return Worker(config, hub, engine, PromptSource(config, TOKENIZER), generator, recorder, staging)
-
-
-def take(config: Config, hub: Hub, folder: Path, reject: Any = lambda request: None) -> list[Any]:
+def take(config: Config, hub: Hub, folder: Path, reject: Any = lambda request: None) -> list[Group]:
     """The first step's groups, made by one worker."""
 
-    async def story() -> list[Any]:
-        running = asyncio.create_task(worker(config, hub, folder, reject).run())
+    async def story() -> list[Group]:
+        await hub.sit_down(LEARNER, IDENTITY)
+        running = start(make_worker(config, hub, folder, FakeEngine(reject=reject)))
+        taking = asyncio.create_task(take_groups(hub, 0))
         try:
-            while (taken := await hub.take(0)).groups is None:
-                assert not running.done(), running.result()
-            return [decode_group(payload) for payload in taken.groups]
+            await asyncio.wait({running, taking}, return_when=asyncio.FIRST_COMPLETED)
+            assert taking.done(), running.result()
+            return taking.result()
         finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
+            await end(running, taking)
 
     return asyncio.run(asyncio.wait_for(story(), timeout=30))
 
@@ -112,7 +82,7 @@ def test_a_group_whose_completions_are_never_trusted_is_dropped_and_replaced(
 
 
 def test_an_evaluation_never_bears_the_label_of_another_version(config: Config, hub: Hub, tmp_path: Path) -> None:
-    late = worker(config, hub, tmp_path)
-    late._active_version = 1
+    late = make_worker(config, hub, tmp_path)
+    late._active = (1, 0)
     asyncio.run(late._evaluate(0))
     assert read_evaluations(tmp_path) == []

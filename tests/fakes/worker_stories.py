@@ -1,0 +1,90 @@
+"""A rollout worker around a deterministic engine, and the learner it works for, which trains nothing. No Ray, no vLLM."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from fake_engine import FakeEngine
+from hub_stories import IDENTITY, LEARNER
+from safetensors.numpy import save
+
+from rollout.generate import GroupGenerator
+from rollout.prompts import PromptSource
+from rollout.receive import Staging
+from rollout.rewards import Sample
+from rollout.worker import Worker
+from shared.config import Config
+from shared.hub import Hub
+from shared.records import Group, Manifest, Publication, StepPlan
+from shared.schema import decode_group
+from shared.spans import Recorder
+from shared.weights import bucket_entries
+
+TOKENIZER = SimpleNamespace(
+    chat_template=None,
+    encode=lambda text, add_special_tokens: [ord(c) % 128 for c in text],
+    decode=lambda token_ids, skip_special_tokens: "".join(map(chr, token_ids)),
+)
+SMALL = {
+    "prompts": {"style": "plain", "num_held_out": 4},
+    "sampling": {"group_size": 4, "max_tokens": 5},
+    "learner": {"steps": 3, "prompts_per_step": 2, "minibatches": 1},
+    "evaluation": {"samples": 0},
+    "sync": {"max_staleness": 0},
+}
+
+
+def length_of(samples: list[Sample], answer: str) -> list[float | None]:
+    return [float(len(s.text)) for s in samples]
+
+
+def small_config(make_config: Callable[..., Config], **sections: dict[str, Any]) -> Config:
+    return make_config(**{name: SMALL.get(name, {}) | sections.get(name, {}) for name in SMALL.keys() | sections})
+
+
+def make_worker(
+    config: Config, hub: Any, folder: Path, engine: FakeEngine | None = None, name: str = "w0", reward: Any = length_of
+) -> Worker:
+    engine, recorder = engine or FakeEngine(), Recorder(name)
+    generator = GroupGenerator(config, engine, TOKENIZER, reward, recorder)
+    staging = Staging(f"test-{name}", fallback=folder)
+    return Worker(config, hub, engine, PromptSource(config, TOKENIZER), generator, recorder, staging)
+
+
+def weights(version: int, incarnation: int = 0) -> Publication:
+    """New weights for every (version, incarnation), in one bucket, which is a plain array."""
+    blob = np.frombuffer(save({"weight": np.float32([version, incarnation])}), np.uint8)
+    return Publication(Manifest(version, version, tuple(bucket_entries(blob, 0)), incarnation=incarnation), (blob,))
+
+
+async def take_groups(hub: Hub, step: int) -> list[Group]:
+    while (taken := await hub.take(LEARNER, step)).groups is None:
+        pass
+    return [decode_group(payload) for payload in taken.groups]
+
+
+async def train_step(hub: Hub, step: int, publish: bool = True) -> list[Group]:
+    groups = await take_groups(hub, step)
+    await hub.begin_step(LEARNER, StepPlan(step, tuple(group.group for group in groups), 7, 3e-4, 4e-4))
+    await hub.commit_step(LEARNER, step, f"digest-{step}")
+    if publish:
+        await hub.publish(LEARNER, weights(step + 1))
+    return groups
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def start(worker: Worker) -> "asyncio.Task[bool]":
+    return asyncio.create_task(worker.run(IDENTITY))
+
+
+async def end(*tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
