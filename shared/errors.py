@@ -48,6 +48,10 @@ class HubError(SeqrelayError):
     """A call to the hub breaks the group or step protocol."""
 
 
+class SeatTaken(HubError):
+    """Another learner trains this run; says which one. The run goes on with that one."""
+
+
 class RunFailed(SeqrelayError):
     """One side of the run reported a failure; carries that side's traceback so that nobody waits in silence."""
 

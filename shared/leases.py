@@ -6,7 +6,7 @@ taken over by another learner only when its holder left, lapsed likewise, or is 
 
 from dataclasses import dataclass, field, replace
 
-from shared.errors import HubError
+from shared.errors import SeatTaken
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ class LearnerSeat:
     def take(self, learner_id: str, now_s: float) -> None:
         """Sit down. Who comes from the holder's host holds the run directory's lock, so that the holder is dead.
 
-        HubError while a learner of another host holds the seat.
+        SeatTaken while a learner of another host holds the seat.
         """
         other_host = self.holder is not None and self.holder.split(":")[0] != learner_id.split(":")[0]
         if other_host and self.is_taken(now_s):
-            raise HubError(
+            raise SeatTaken(
                 f"this run is being trained by learner {self.holder}, heard of {now_s - self.seen_s:.0f} s ago; a run "
                 f"has one learner. Stop that one, or wait {self.lease_s:.0f} s if it is dead."
             )
         self._renew(learner_id, now_s)
 
     def require(self, learner_id: str, now_s: float) -> None:
-        """Renew. HubError unless this learner sits there; a hub that was restarted knows none and takes this one."""
+        """Renew. SeatTaken unless this learner sits there; a hub that was restarted knows none and takes this one."""
         if self.holder is None and not self.is_new:
-            raise HubError(f"learner {learner_id} has left, or was replaced, and may not train this run any more")
+            raise SeatTaken(f"learner {learner_id} has left, or was replaced, and may not train this run any more")
         if self.holder not in (None, learner_id):
-            raise HubError(f"learner {learner_id} was replaced by {self.holder} and may not train this run any more")
+            raise SeatTaken(f"learner {learner_id} was replaced by {self.holder} and may not train this run any more")
         self._renew(learner_id, now_s)
 
     def leave(self, learner_id: str) -> None:

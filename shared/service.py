@@ -15,7 +15,7 @@ from pathlib import Path
 from shared.cluster import join, leave
 from shared.config import Config
 from shared.config_file import load_resolved
-from shared.errors import ConfigError, HubError, RunFailed
+from shared.errors import ConfigError, HubError, LockHeld, RunFailed, SeatTaken
 from shared.stopping import STOPPED, StopRequest
 
 Body = Callable[[Config, Path, StopRequest], bool]
@@ -29,7 +29,7 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
     0: the run is finished; STOPPED: ended on request before that; 1: failed; 2: the config is at fault. A failure is
     printed with its traceback, and reported to the hub, so that the other side stops instead of waiting, and to who
     started this service (a file beside the config): the traceback, or the message alone if the config is at fault. A
-    failure that came from the hub is not sent back to it.
+    failure that came from the hub is not sent back to it, and no other learner has to end because this one came second.
     """
     options = _parse(side, arguments)
     if options.parent is not None:
@@ -46,7 +46,8 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
         text, code = _explain(error)
         logging.getLogger(side).error("%s", text)
         options.config.with_suffix(".error").write_text(text + "\n", encoding="utf-8")
-        if not isinstance(error, RunFailed):
+        second = isinstance(error, SeatTaken) or (side == "learner" and isinstance(error, LockHeld))
+        if not second and not isinstance(error, RunFailed):
             _report(side, config, text)
         return code
     finally:

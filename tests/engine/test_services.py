@@ -55,14 +55,14 @@ def test_every_part_is_killed_twice_and_nothing_is_lost(site: Site) -> None:
         sync={"max_staleness": 1},
     )
     try:
-        rollout = run.start_rollout("rollout.main")
-        run.note("the workers come first and wait")
+        rollout = run.start_rollout("vllm")  # the workers come first and wait
         learner = run.start_learner()
         watcher = Watcher(run)
         run.wait_for_version(2, ENGINE_START_S)
         watcher.start()
 
-        third = run.start_rollout("rollout.main", workers=1)
+        run.configure(rollout={"workers": 1})
+        third = run.start_rollout("vllm")
         wait_for(lambda: len(joined(run)) == 3, ENGINE_START_S, "the third worker", run.story)
         newcomer = joined(run)[-1]
         wait_for(lambda: newcomer in {r.worker_id for r in run.rows()[0]}, MINUTE_S, "its first group", run.story)
@@ -77,7 +77,7 @@ def test_every_part_is_killed_twice_and_nothing_is_lost(site: Site) -> None:
             run.kill(learner)
             learner = run.start_learner()
             run.kill(third)
-            third = run.start_rollout("rollout.main", workers=1)
+            third = run.start_rollout("vllm")
             run.wait_for_version(run.version() + 3, ENGINE_START_S)
 
         for service in (rollout, third, learner):
@@ -85,8 +85,8 @@ def test_every_part_is_killed_twice_and_nothing_is_lost(site: Site) -> None:
         for service in (rollout, third, learner):
             run.end(service, 3)
         watcher.finish()
-        run.configure(learner={"steps": run.version() + 2}, rollout={"workers": 1})
-        learner, rollout = run.start_learner(), run.start_rollout("rollout.main")
+        run.configure(learner={"steps": run.version() + 2})
+        learner, rollout = run.start_learner(), run.start_rollout("vllm")
         run.end(learner, timeout_s=ENGINE_START_S)
         run.end(rollout)
         check_finished(run)

@@ -2,44 +2,40 @@
 killed. Nothing here imports Ray: its settings belong to the cluster, and other tests of this process have others.
 """
 
-import hashlib
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas
 import psutil
 import pytest
 import torch
 
 import tiny_moe
-from learner.replay import main as replay_main
 from shared.cluster import ensure_cluster, stop_cluster
 from shared.cluster_environment import own_environment
 from shared.cluster_processes import is_alive
 from shared.cluster_record import ClusterRecord
 from shared.config import Config
 from shared.config_file import parse_config
-from shared.errors import SchemaError, SeqrelayError
+from shared.errors import SchemaError
 from shared.ledger import Ledger
-from shared.ledger_rows import GroupRow, GroupState, LedgerRules, StepRow
+from shared.ledger_rows import GroupRow, LedgerRules, StepRow
 from shared.locks import FileLock
-from shared.run_files import read_ledger, read_metrics, read_rows
+from shared.run_files import read_ledger, read_rows
 
 ROOT = Path(__file__).parents[2]
 STOPPED = 3
-_POLL_S = 0.05
-_END_S = 90.0
+SHARED_MEMORY = Path("/dev/shm")
+POLL_S = 0.05
+_END_S = 150.0
 
 Service = subprocess.Popen[bytes]
 
@@ -67,15 +63,20 @@ class Site:
 
 
 @contextmanager
-def open_site(folder: Path) -> Iterator[Site]:
-    """When it closes, nothing of the cluster is left: no process, nothing in shared memory, no staged weights."""
-    model, staging, own = folder / "model", folder / "staging", folder / "site"
-    torch.manual_seed(0)
-    tiny_moe.make_model().save_pretrained(model)
-    tiny_moe.make_tokenizer().save_pretrained(model)
+def open_site(folder: Path, model: Path | None = None) -> Iterator[Site]:
+    """When it closes, nothing of the cluster is left: no process, nothing in shared memory, no staged weights.
+
+    Without a `model` a random one is made.
+    """
+    staging, own = folder / "staging", folder / "site"
+    if model is None:
+        model = folder / "model"
+        torch.manual_seed(0)
+        tiny_moe.make_model().save_pretrained(model)
+        tiny_moe.make_tokenizer().save_pretrained(model)
     staging.mkdir()
     own.mkdir()
-    in_memory = set(Path("/dev/shm").iterdir())
+    in_memory = set(SHARED_MEMORY.iterdir())
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             patch.delenv(name)
@@ -93,7 +94,18 @@ def open_site(folder: Path) -> Iterator[Site]:
         stop_cluster(own, 10.0)
     assert [p for p in everything if is_alive(p)] == []
     assert list(staging.iterdir()) == []
-    wait_for(lambda: not set(Path("/dev/shm").iterdir()) - in_memory, 15.0, "shared memory to be as before")
+    wait_for(lambda: not set(SHARED_MEMORY.iterdir()) - in_memory - in_use(), 15.0, "shared memory to be as before")
+
+
+def in_use() -> set[Path]:
+    """Files in shared memory that a live process has mapped or open: other programs' then, when ours have ended."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended
+            maps = (process / "maps").read_text(errors="replace").split()
+            found |= {Path(word) for word in maps if word.startswith(str(SHARED_MEMORY))}
+            found |= {file.readlink() for file in (process / "fd").iterdir()}
+    return found
 
 
 class Run:
@@ -141,7 +153,8 @@ class Run:
         return self._start("learner", *(module or ("learner.main",)))
 
     def start_rollout(self, engine: str = "steady") -> Service:
-        return self._start("rollout", "service_engines", engine)
+        """`engine`: one of `service_engines`, or "vllm"."""
+        return self._start("rollout", *(("rollout.main",) if engine == "vllm" else ("service_engines", engine)))
 
     def kill(self, service: Service) -> None:
         """SIGKILL, proved by what its parent is told."""
@@ -186,7 +199,7 @@ class Run:
             try:
                 return read_ledger(self.directory)
             except SchemaError:  # a hub that was killed in the middle of a change; the next one makes it whole
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
     def version(self) -> int:
         return sum(row.weights_digest is not None for row in self.rows()[1])
@@ -230,117 +243,13 @@ class Run:
         return service
 
 
-class Watcher(threading.Thread):
-    """Looks at the run's durable account all the time; `faults` are the moments at which it was wrong."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(daemon=True)
-        self._run, self._done = run, threading.Event()
-        self.faults: list[str] = []
-        self.num_looks = 0
-        self._groups: dict[Any, GroupRow] = {}
-        self._steps: dict[int, StepRow] = {}
-        self._before = (0, 0, 0, 0, 0)
-
-    def run(self) -> None:
-        while not self._done.wait(_POLL_S):
-            try:
-                groups, steps = read_ledger(self._run.directory)
-            except SchemaError:
-                continue
-            try:
-                self._look(groups, steps)
-            except SeqrelayError as error:
-                self.faults.append(str(error))
-
-    def finish(self) -> None:
-        """Fails the test if anything was wrong at any moment."""
-        self._done.set()
-        self.join(10)
-        assert not self.faults, "\n".join([*self.faults[:5], self._run.story()])
-        assert self.num_looks > 10
-
-    def _look(self, groups: list[GroupRow], steps: list[StepRow]) -> None:
-        ledger = Ledger.from_rows(self._run.rules, groups, steps)  # checks its invariants
-        balance = ledger.balance()
-        num_dropped = sum(balance.dropped.values())
-        if balance.issued != balance.trained + num_dropped + balance.pending:
-            self.faults.append(f"does not balance: {balance}")
-        now = (ledger.version, ledger.published_version, balance.trained, num_dropped, balance.issued)
-        if any(new < old for new, old in zip(now, self._before, strict=True)):
-            self.faults.append(f"(version, published, trained, dropped, issued) went back: {self._before} to {now}")
-        for row in groups:
-            old = self._groups.get(row.group)
-            if old and (old.attempt > row.attempt or (old.state is GroupState.TRAINED and old != row)):
-                self.faults.append(f"{old} became {row}")
-        for step in steps:
-            old_step = self._steps.get(step.plan.step)
-            if old_step and (old_step.plan != step.plan or (old_step.weights_digest and not _same(old_step, step))):
-                self.faults.append(f"{old_step} became {step}")
-        self._groups, self._steps = {r.group: r for r in groups}, {s.plan.step: s for s in steps}
-        self._before = now
-        self.num_looks += 1
-
-
-def _same(before: StepRow, after: StepRow) -> bool:
-    """Published may come later; other weights for a version never, in float32 on one thread."""
-    return before.weights_digest == after.weights_digest and before.published <= after.published
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """All that a run computed: what was trained when on which tokens, and the weights it ended with."""
-
-    plans: list[str]
-    tokens: dict[tuple[int, int], list[tuple[int, ...]]]
-    digests: list[str | None]
-    weights: str
-
-
-def check_finished(run: Run) -> Outcome:
-    """Every group number was trained once, in order, and is in the files once; every step is in the metrics once."""
-    ledger, learner = run.ledger(), run.config.learner
-    ledger.check()
-    balance = ledger.balance()
-    numbers = range(learner.steps * learner.prompts_per_step)
-    assert (ledger.finished, balance.pending, balance.trained) == (True, 0, len(numbers)), run.story()
-    rows = read_trajectories(run)
-    assert sorted(rows.groupby("group_number").size().items()) == [
-        (number, run.config.sampling.group_size) for number in numbers
-    ], run.story()
-    assert (rows.step == rows.group_number // learner.prompts_per_step).all()
-    assert [row["step"] for row in read_metrics(run.directory)] == list(range(learner.steps)), run.story()
-    steps = run.rows()[1]
-    final = run.directory / "checkpoints" / "final" / "model.safetensors"
-    return Outcome(
-        plans=[json.dumps(asdict(step.plan)) for step in steps],
-        tokens={
-            (row.step, row.group_number): [tuple(ids) for ids in same.completion_ids]
-            for (_, same) in rows.groupby("group_number", sort=True)
-            for row in [same.iloc[0]]
-        },
-        digests=[step.weights_digest for step in steps],
-        weights=hashlib.sha256(final.read_bytes()).hexdigest(),
-    )
-
-
-def read_trajectories(run: Run) -> pandas.DataFrame:
-    files = sorted((run.directory / "trajectories").glob("step-*.parquet"))
-    return pandas.concat([pandas.read_parquet(file) for file in files], ignore_index=True)
-
-
-def replay(run: Run) -> None:
-    """`learner.replay` of the run; the test fails unless every digest is equal."""
-    assert replay_main(["--run", str(run.directory)]) == 0, run.story()
-
-
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str, story: Callable[[], str] = lambda: "") -> Any:
     """The condition's first true value. The test fails after `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > deadline_s:
             pytest.fail(f"waited {timeout_s:g} s for {what}\n{story()}")
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     return value
 
 

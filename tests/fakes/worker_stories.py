@@ -1,4 +1,4 @@
-"""A rollout worker around a deterministic engine, and the learner it works for, which trains nothing. No Ray, no vLLM."""
+"""A rollout worker around a deterministic engine, and a learner for it that trains nothing. No Ray, no vLLM."""
 
 import asyncio
 from collections.abc import Callable

@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from services import Run, Site, Watcher, check_finished, open_site, wait_for
+from run_account import Watcher, check_finished
+from services import Run, Site, open_site, wait_for
 
 from shared.run_files import read_syncs
 

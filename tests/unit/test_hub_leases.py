@@ -103,24 +103,25 @@ def test_who_leaves_gives_back_at_once(make_hub: MakeHub, tmp_path: Path) -> Non
     run(story())
 
 
-@pytest.mark.parametrize("silent", [True, False])
-def test_who_is_gone_gets_nothing_in_a_poll_it_left_behind(make_hub: MakeHub, clock: Clock, silent: bool) -> None:
+@pytest.mark.parametrize("how", ["silent", "left", "left with nothing to give back"])
+def test_who_is_gone_gets_nothing_in_a_poll_it_left_behind(make_hub: MakeHub, clock: Clock, how: str) -> None:
     """A call that waits in the hub outlives its caller's process; what it would be given, nobody would make."""
-    hub = make_hub(poll_s=0.5, sync={"max_staleness": 0})
+    hub = make_hub(poll_s=0.2, sync={"max_staleness": 0})
 
     async def story() -> None:
-        await ask(hub, worker="w0")
+        held = await ask(hub, worker="w0")
         left_behind = asyncio.create_task(hub.next_work("gone", 0, (), 9))
         await asyncio.sleep(0.001)
-        if silent:
+        if how == "silent":
             clock.sleep(LEASE_S + 1)
             await hub.heartbeat("w1")
         else:
             await hub.leave("gone")
+        if how == "left":
             await hub.leave("w0")
         assert await left_behind == Work()
         assert "gone" not in (await hub.status()).workers
-        assert hub._core.ledger.num_held() == {}
+        assert hub._core.ledger.num_held() == ({"w0": len(held)} if how.endswith("back") else {})
 
     run(story())
 

@@ -106,6 +106,7 @@ def test_killed_between_take_and_begin(make_hub: MakeHub, make_group: MakeGroup,
         hub = make_hub()
         assert hub._core.ledger.begun_plan() is None
         await hub.begin_step(LEARNER, taken)
+        assert {hub._core.ledger.row(group).state for group in taken.groups} == {GroupState.TAKEN}
         await hub.commit_step(LEARNER, 0, "digest")
         await hub.publish(LEARNER, publication(1))
         await finish(hub, make_group, tmp_path)
