@@ -79,6 +79,8 @@ class Worker:
         while not self._draining:
             waiting_for = await self._hub.join(self._recorder.lane, identity)
             if not waiting_for:
+                _LOG.info("%s has joined run %s", self._recorder.lane, self._config.run.name)
+                self._told_s = time.monotonic()
                 return True
             self._tell(waiting_for)
         return False
@@ -123,6 +125,8 @@ class Worker:
                 await self._evaluate(work.evaluate_version)
             if work.waiting_for and not self._groups_in_flight:
                 self._tell(work.waiting_for)
+            else:
+                self._told_s = time.monotonic()  # short waits are nothing to tell
             self._collect_finished()
             await self._hub.report(self._recorder.take())
         while self._groups_in_flight:

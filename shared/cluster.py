@@ -119,6 +119,7 @@ def private_cluster(run_directory: Path, namespace: str, model_path: Path) -> It
     """
     with head_of_cluster(run_directory, "private", namespace, object_store_bytes(model_path)) as record:
         yield record
+    _remove_session(record)  # Ray's logs; a run that failed keeps them
 
 
 @contextmanager

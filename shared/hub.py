@@ -9,6 +9,7 @@ Any failure, of a side or of the hub's own disk, stops both sides.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -304,11 +305,23 @@ class Hub:
         version = self._core.evaluations.hand_out(worker_id, lease.active_version)
         if version is not None:
             return Work(evaluate_version=version)
-        tickets = self._core.ledger.issue(worker_id, lease.active_version, max_groups, now_s())
+        num_groups = min(max_groups, self._fair_share(worker_id, lease.active_version))
+        tickets = self._core.ledger.issue(worker_id, lease.active_version, num_groups, now_s())
         if not tickets:
             return None
         self._core.save(tickets)
         return Work(tickets)
+
+    def _fair_share(self, worker_id: str, active_version: int) -> int:
+        """Groups this worker may have more of, so that all workers hold about the same number of those there are.
+
+        Else the first one to load a new version would take all of its groups. Example: 8 may start, 2 workers: 4 for
+        the first, also when it asks again at once, and 4 for the second, which comes a second later.
+        """
+        held = self._core.ledger.num_held()
+        there_are = sum(held.values()) + self._core.ledger.num_startable(active_version)
+        at_work = sum(lease.active_version >= lease.floor for _, lease in self._core.workers.items())
+        return math.ceil(there_are / at_work) - held.get(worker_id, 0)
 
     def _why_no_work(self, worker_id: str) -> str:
         lease, newest = self._core.workers.get(worker_id), self._core.ledger.published_version
@@ -318,7 +331,7 @@ class Hub:
             lost = "; the learner that held it is gone, the next one sends it" if self._core.publication.is_lost else ""
             return f"version {newest} on this worker, which has {lease.active_version}{lost}"
         learner = self._core.seat.holder or "none"
-        return f"the learner ({learner}) to publish version {newest + 1}: all groups that may start now are issued"
+        return f"the learner ({learner}) to publish version {newest + 1}: the groups that may start now are shared out"
 
     def _check_group(self, worker_id: str, ticket: Ticket, group: Group) -> None:
         if (group.group, group.attempt, group.worker_id) != (ticket.group, ticket.attempt, worker_id):

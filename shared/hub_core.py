@@ -93,7 +93,7 @@ class HubCore:
             learner_age_s=None if self.seat.holder is None else now - self.seat.seen_s,
             groups_per_min=self.groups_made.per_min(now),
             steps_per_min=self.steps_made.per_min(now),
-            waiting_for="" if ledger.finished else self.waiting_for(ledger.version),
+            waiting_for="" if ledger.version == ledger.rules.steps else self.waiting_for(ledger.version),
         )
 
     def close(self) -> None:

@@ -95,6 +95,13 @@ class Ledger:
         """Groups being generated, by worker."""
         return dict(Counter(self._rows[group].worker_id for group in self._generating))
 
+    def num_startable(self, active_version: int) -> int:
+        """Groups that may start now on workers with this active version."""
+        per_step = self.rules.prompts_per_step
+        end = min(self.rules.steps, active_version + self.rules.max_staleness + 1) * per_step
+        new = min(end - len(self._last_replacement), self.capacity - self._num_unsettled())
+        return max(0, new) + sum(group.number < end for group in self._open)
+
     def oldest_version_allowed(self, group: GroupId) -> int:
         """Oldest policy version a token of this group may have, so that the bound holds when the group is trained."""
         return max(0, group.number // self.rules.prompts_per_step - self.rules.max_staleness)

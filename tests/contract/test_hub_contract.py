@@ -195,7 +195,7 @@ def test_no_work_and_no_news_are_short_waits(seams: Seams) -> None:
     seams.ask()
     started_s = time.monotonic()
     waiting_for = seams.ask("w1").waiting_for
-    assert waiting_for == "the learner (none) to publish version 1: all groups that may start now are issued"
+    assert waiting_for == "the learner (none) to publish version 1: the groups that may start now are shared out"
     assert seams.loop.run(seams.feed.newer_version(0)) is None
     assert 2 * POLL_S <= time.monotonic() - started_s < 5.0
 

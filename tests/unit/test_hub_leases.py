@@ -226,7 +226,26 @@ def test_who_joins_late_gets_nothing_before_it_holds_the_weights_of_then(
         assert nothing == Work(waiting_for="version 1 on this worker, which has 0")
         assert await ask(hub, worker="first", max_groups=1) == [Ticket(GroupId(2))]  # it may, it was there before
         await hub.report([sync("late", 1)])
-        assert [ticket.group.number for ticket in await ask(hub, 1, "late")] == [3, 4, 5]
+        assert [ticket.group.number for ticket in await ask(hub, 1, "late")] == [3, 4]  # its fair share
+
+    run(story())
+
+
+def test_workers_share_what_may_start_although_one_is_quicker(make_hub: MakeHub, make_group: MakeGroup) -> None:
+    """Of 8 groups each of two gets 4, also when the first asks twice before the second asks once; alone it gets all."""
+    hub = make_hub(learner={"steps": 3, "prompts_per_step": 8, "minibatches": 1}, sync={"max_staleness": 0})
+
+    async def story() -> None:
+        await hub.sit_down(LEARNER, IDENTITY)
+        for worker in ("quick", "slow"):
+            assert await hub.join(worker, IDENTITY) == ""
+        first = await ask(hub, 0, "quick")
+        assert [ticket.group.number for ticket in first] == [0, 1, 2, 3]
+        assert (await hub.next_work("quick", 0, first, 9)).tickets == ()
+        assert [ticket.group.number for ticket in await ask(hub, 0, "slow", 9)] == [4, 5, 6, 7]
+        await hub.leave("slow")
+        again = await hub.next_work("quick", 0, first, 9)
+        assert [ticket.group.number for ticket in again.tickets] == [4, 5, 6, 7]
 
     run(story())
 
