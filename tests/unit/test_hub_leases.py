@@ -239,6 +239,7 @@ def test_workers_share_what_may_start_although_one_is_quicker(make_hub: MakeHub,
         await hub.sit_down(LEARNER, IDENTITY)
         for worker in ("quick", "slow"):
             assert await hub.join(worker, IDENTITY) == ""
+            await hub.report([sync(worker, 0)])
         first = await ask(hub, 0, "quick")
         assert [ticket.group.number for ticket in first] == [0, 1, 2, 3]
         assert (await hub.next_work("quick", 0, first, 9)).tickets == ()
