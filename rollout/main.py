@@ -16,7 +16,7 @@ from rollout.generate import GroupGenerator
 from rollout.prompts import PromptSource
 from rollout.receive import Staging, clear_abandoned
 from rollout.rewards import load_reward
-from rollout.shared_memory import clear_shared_memory, remember_shared_memory
+from rollout.shared_memory import clear_shared_memory, shared_memory_noted
 from rollout.slots import HostSlot
 from rollout.worker import Worker
 from shared.config import Config
@@ -89,8 +89,8 @@ class RolloutWorker:
         if (hub := find_hub(config.run.name)) is not None:  # refused now rather than after the engine's start
             await AsyncHubClient(config.run.name, hub).check(identity)
         staging = Staging.of(run_directory, slot)
-        engine = await engine_factory(config, slot.index)
-        remember_shared_memory(slot)
+        with shared_memory_noted(slot):
+            engine = await engine_factory(config, slot.index)
         why = "ended"
         try:
             generator = GroupGenerator(config, engine, tokenizer, reward, recorder)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from services import Run, Site, Watcher, check_finished, open_site, wait_for
+from run_account import Watcher, check_finished
+from services import Run, Site, open_site, wait_for
 
 from shared.ledger_rows import GroupState
 

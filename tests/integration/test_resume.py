@@ -75,7 +75,7 @@ def test_a_learner_killed_in_every_part_of_a_step_ends_with_the_same_weights(sit
 
 
 def test_a_run_that_is_stopped_and_resumed_is_the_run_that_never_stopped(site: Site, undisturbed: Outcome) -> None:
-    with watched(Run(site, "stopped")) as run:
+    with watched(Run(site, "stopped", learner={"checkpoint_steps": 100})) as run:  # but for the stop there is none
         rollout, learner = run.start_rollout(), run.start_learner()
         run.wait_for_version(STEPS // 2)
         for service in (learner, rollout):

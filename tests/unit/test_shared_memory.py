@@ -13,12 +13,16 @@ from rollout.shared_memory import SHARED_MEMORY, clear_shared_memory
 # A worker with one child, as an engine is: the child makes the memory, and its resource tracker would remove it.
 WORKER = """
 import subprocess, sys, time
-from rollout.shared_memory import remember_shared_memory
+from rollout.shared_memory import shared_memory_noted
 from rollout.slots import HostSlot
 slot = HostSlot.claim()
-engine = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
-name = engine.stdout.readline().strip()
-remember_shared_memory(slot)
+with shared_memory_noted(slot):
+    engine = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+    name = engine.stdout.readline().strip()
+    if sys.argv[2] == "starting":
+        time.sleep(2)
+        print(name, flush=True)
+        time.sleep(60)
 print(name, flush=True)
 time.sleep(60)
 """
@@ -31,11 +35,11 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "subprocess.Popen[str]":
+@pytest.fixture(params=["starting", "up"])
+def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "subprocess.Popen[str]":
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    command = [sys.executable, "-c", WORKER, ENGINE]
+    command = [sys.executable, "-c", WORKER, ENGINE, request.param]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
