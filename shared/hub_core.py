@@ -9,13 +9,13 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
 from shared.config import Config
 from shared.errors import RunFailed
-from shared.hub_state import CurrentPublication, Evaluations, HubStatus, Rate, WorkerStatus
+from shared.hub_state import CurrentPublication, Evaluations, HubStatus, Rate, WorkerStatus, ledger_status
 from shared.jsonl import JsonLines
 from shared.leases import LearnerSeat, Leases
 from shared.ledger import Ledger
@@ -70,25 +70,15 @@ class HubCore:
 
     def status(self) -> HubStatus:
         self.look_for_the_lost()
-        balance, ledger, now = self.ledger.balance(), self.ledger, time.monotonic()
-        held = ledger.num_held()
-        return HubStatus(
-            issued=balance.issued,
-            trained=balance.trained,
-            dropped=dict(balance.dropped),
-            pending=balance.pending,
-            version=ledger.version,
-            published_version=ledger.published_version,
+        ledger, now, held = self.ledger, time.monotonic(), self.ledger.num_held()
+        return replace(
+            ledger_status(ledger, self.is_finished()),
             workers={
                 name: WorkerStatus(lease.active_version, now - lease.seen_s, now - lease.joined_s, held.get(name, 0))
                 for name, lease in self.workers.items()
             },
-            finished=self.is_finished(),
             failure=self.failure,
             stopping=self.stopping,
-            incarnation=ledger.incarnation,
-            steps=ledger.rules.steps,
-            staleness=ledger.staleness(),
             learner=self.seat.holder,
             learner_age_s=None if self.seat.holder is None else now - self.seat.seen_s,
             groups_per_min=self.groups_made.per_min(now),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from shared.errors import HubError
+from shared.ledger import Ledger
 from shared.records import Publication
 
 RATE_WINDOW_S = 60.0
@@ -38,18 +39,35 @@ class HubStatus:
     pending: int
     version: int
     published_version: int
-    workers: dict[str, WorkerStatus]
+    incarnation: int
+    steps: int
+    staleness: dict[int, int]
     finished: bool
-    failure: str | None
+    workers: dict[str, WorkerStatus] = field(default_factory=dict)
+    failure: str | None = None
     stopping: bool = False
-    incarnation: int = 0
-    steps: int = 0
-    staleness: dict[int, int] = field(default_factory=dict)
     learner: str | None = None
     learner_age_s: float | None = None
     groups_per_min: float = 0.0
     steps_per_min: float = 0.0
     waiting_for: str = ""
+
+
+def ledger_status(ledger: Ledger, finished: bool) -> HubStatus:
+    """What the ledger alone says: nobody is there, nothing moves."""
+    balance = ledger.balance()
+    return HubStatus(
+        issued=balance.issued,
+        trained=balance.trained,
+        dropped=dict(balance.dropped),
+        pending=balance.pending,
+        version=ledger.version,
+        published_version=ledger.published_version,
+        incarnation=ledger.incarnation,
+        steps=ledger.rules.steps,
+        staleness=ledger.staleness(),
+        finished=finished,
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from shared.cluster import join, read_cluster, stop_cluster
 from shared.config import Config
 from shared.config_file import load_resolved
 from shared.errors import ConfigError, RunFailed
-from shared.hub_state import HubStatus
+from shared.hub_state import HubStatus, ledger_status
 from shared.ledger import Ledger
 from shared.ledger_rows import LedgerRules
 from shared.run_directory import CONFIG_FILE
@@ -25,6 +25,7 @@ from shared.run_files import read_evaluations, read_ledger
 _POLL_S = 1.0
 _LOOK_AGAIN_S = 0.2
 _SERVICE_GRACE_S = 20.0
+_SILENT_S = 15.0  # a learner gives a sign of life every second
 _HUB_ANSWERS_S = 10.0
 _CLUSTER_GRACE_S = 10.0
 
@@ -45,22 +46,8 @@ def recorded_status(config: Config, run_directory: Path) -> HubStatus:
     learner = config.learner
     rules = LedgerRules(learner.prompts_per_step, config.sync.max_staleness, learner.steps, config.rollout.max_attempts)
     ledger = Ledger.from_rows(rules, *read_ledger(run_directory))
-    balance = ledger.balance()
     evaluated = {report.version for report in read_evaluations(run_directory)}
-    return HubStatus(
-        issued=balance.issued,
-        trained=balance.trained,
-        dropped=dict(balance.dropped),
-        pending=balance.pending,
-        version=ledger.version,
-        published_version=ledger.published_version,
-        workers={},
-        finished=ledger.finished and (not config.evaluation.samples or learner.steps in evaluated),
-        failure=None,
-        incarnation=ledger.incarnation,
-        steps=learner.steps,
-        staleness=ledger.staleness(),
-    )
+    return ledger_status(ledger, ledger.finished and (not config.evaluation.samples or learner.steps in evaluated))
 
 
 def as_json(status: HubStatus, served: bool) -> str:
@@ -101,6 +88,7 @@ def stop(run_directory: Path, address: str | None, timeout_s: float, say: Callab
     """Let both services finish what they hold and end, then end the run's own cluster, or its hub on the user's.
 
     RunFailed when they have not ended after `timeout_s` seconds; nothing is ended by force then. 0: do not ask, end.
+    ConfigError for a cluster that is not to be ended from here.
     """
     config = load_resolved(run_directory / CONFIG_FILE)
     record = read_cluster(run_directory)
@@ -108,20 +96,24 @@ def stop(run_directory: Path, address: str | None, timeout_s: float, say: Callab
         stop_cluster(run_directory, _CLUSTER_GRACE_S)  # removes what a killed one left
         say("no cluster of this run is up")
         return
-    if timeout_s > 0 or address is not None or (record and record.kind == "private"):
-        hub = _find_hub(config, run_directory, address)
-        if hub is not None:
-            _drain(hub, timeout_s, say)
-            if address is not None:
-                import ray
-
-                ray.kill(hub, no_restart=True)
-    if address is None and record is not None and record.kind == "detached":
+    hub = _find_hub(config, run_directory, address) if timeout_s > 0 or address else None
+    if hub is not None and timeout_s > 0:
+        _drain(hub, timeout_s, say)
+    if address is not None:
+        _end_hub(hub)
+    elif record is not None and (record.kind == "detached" or timeout_s == 0):
         deadline_s = time.monotonic() + _SERVICE_GRACE_S
         while timeout_s > 0 and _services_here(run_directory) and time.monotonic() < deadline_s:
             time.sleep(_LOOK_AGAIN_S)
         stop_cluster(run_directory, _CLUSTER_GRACE_S)
         say("the run's cluster has ended")
+
+
+def _end_hub(hub: Any | None) -> None:
+    import ray
+
+    if hub is not None:
+        ray.kill(hub, no_restart=True)
 
 
 def _histogram(staleness: dict[int, int]) -> str:
@@ -141,7 +133,8 @@ def _drain(hub: Any, timeout_s: float, say: Callable[[str], None]) -> None:
             now: HubStatus = ray.get(hub.status.remote(), timeout=_HUB_ANSWERS_S)
         except ray.exceptions.RayError:
             return  # the cluster of `seqrelay train` has ended with it
-        present = [*(["learner"] if now.learner else []), *sorted(now.workers)]
+        learner_lives = now.learner_age_s is not None and now.learner_age_s < _SILENT_S
+        present = [*(["learner"] if learner_lives else []), *sorted(now.workers)]
         if not present:
             return
         line = f"waiting for {', '.join(present)}"
