@@ -1,12 +1,14 @@
 """Shared memory that an engine's processes leave behind when they are killed together with whatever would clean up.
 
-When a worker's process is killed, Ray kills its children too, resource tracker included, and vLLM's message queue
-(`/dev/shm/psm_*`, `sem.mp-*`) stays. So a worker writes down which of these its engine maps, from its start on, next to
-its slot's lock; once nobody holds the slot, they are removed. Only names that were seen mapped by our own processes are
-ever removed.
+When a worker's process is killed, Ray kills its children too, resource tracker included, and what vLLM's processes
+talk through stays: message queues (`/dev/shm/psm_*`) and semaphores (`sem.mp-*`). So a worker writes down which queues
+its engine maps, from its start on, next to its slot's lock, and its semaphores bear the slot in their names, because
+nobody maps them for long. Once nobody holds the slot, both are removed: never anything but what was ours.
 """
 
 import json
+import multiprocessing
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -19,12 +21,14 @@ from rollout.slots import HostSlot, claims_paused, private_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 _LOOK_EVERY_S = 0.5
-_MAPPED = re.compile(rf"\s{SHARED_MEMORY}/((?:psm_|sem\.mp-)[\w.-]+)$", re.MULTILINE)
+_MAPPED = re.compile(rf"\s{SHARED_MEMORY}/(psm_\w+)$", re.MULTILINE)
 
 
 @contextmanager
 def shared_memory_noted(slot: HostSlot) -> Iterator[None]:
     """While an engine starts, note what this process and its children map, for when they are killed, then or later."""
+    # Private, and the only way to tell whose a semaphore is; children inherit it.
+    multiprocessing.current_process()._config["semprefix"] = f"/{_semaphores(slot.index)}"  # type: ignore[attr-defined]
     names: set[str] = set()
     started = threading.Event()
 
@@ -61,9 +65,15 @@ def clear_shared_memory() -> None:
             index = int(note.stem.removeprefix("slot-"))
             if is_held(index):
                 continue
-            for name in json.loads(note.read_text()):
-                (SHARED_MEMORY / name).unlink(missing_ok=True)
+            queues = [SHARED_MEMORY / name for name in json.loads(note.read_text())]
+            for file in [*queues, *SHARED_MEMORY.glob(f"sem.{_semaphores(index)}-*")]:
+                file.unlink(missing_ok=True)
             note.unlink()
+
+
+def _semaphores(index: int) -> str:
+    """How the names of this slot's semaphores begin."""
+    return f"mp-seqrelay-{os.getuid()}-slot{index}"
 
 
 def _note(index: int) -> Path:
