@@ -8,7 +8,6 @@ with the hub before its successor starts.
 import logging
 import os
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _POLL_S = 0.5
 _CLOSE_S = 15.0  # an engine's processes need 2 to 3 s to clean up
 _MAX_DEATHS = 3  # of workers of one service that died young, without any group made in between
-_YOUNG_S = 60.0  # an engine is up by then
+_YOUNG_S = 60.0  # after it joined
 
 # The user's own settings in this terminal count, also where the cluster was started from another one.
 _PASSED_ON = ("CUDA_", "VLLM_", "HF_", "OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TOKENIZERS_", "SEQRELAY_", "TMPDIR")
@@ -43,7 +42,6 @@ class _Member:
     worker_id: str
     actor: Any
     ended: Any  # the reference of its `run`
-    started_s: float
 
 
 class Crew:
@@ -96,7 +94,7 @@ class Crew:
         worker_id = f"worker-{secrets.token_hex(3)}"
         actor = self._actor.remote()
         ended = actor.run.remote(worker_id, *self._arguments)
-        self._members.append(_Member(worker_id, actor, ended, time.monotonic()))
+        self._members.append(_Member(worker_id, actor, ended))
 
     def _collect(self, member: _Member, stop: StopRequest) -> list[bool]:
         """What the worker returned; nothing if it died, and then another one is started."""
@@ -105,19 +103,20 @@ class Crew:
             return [ray.get(member.ended)]
         except (RayActorError, EngineDied, WeightSyncError) as error:
             self._kill(member)
+            self._count_death(member, error)
             self._leave(member, f"died: {error}")
-            self._count_death(error, time.monotonic() - member.started_s)
             if not stop:
                 _LOG.warning("%s died and is replaced: %s", member.worker_id, error)
                 self._start()
             return []
 
-    def _count_death(self, error: Exception, age_s: float) -> None:
-        """Raises the error when workers keep dying young and nothing gets done."""
+    def _count_death(self, member: _Member, error: Exception) -> None:
+        """Raises the error when workers keep dying soon after they joined, or before, and nothing gets done."""
         hub = find_hub(self._config.run.name)
         status = call(HubLine(self._config.run.name, hub), "status") if hub else None
         made = status.issued + status.trained if status else 0
-        again = made == self._made_at_death and age_s < _YOUNG_S
+        lease = status.workers.get(member.worker_id) if status else None
+        again = made == self._made_at_death and (lease is None or lease.joined_s < _YOUNG_S)
         self._num_deaths = self._num_deaths + 1 if again else 1
         self._made_at_death = made
         if self._num_deaths >= _MAX_DEATHS:

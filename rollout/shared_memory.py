@@ -36,7 +36,9 @@ def shared_memory_noted(slot: HostSlot) -> Iterator[None]:
         while True:
             last = started.wait(_LOOK_EVERY_S)
             names.update(_mapped_now())
-            _note(slot.index).write_text(json.dumps(sorted(names)))
+            temporary = _note(slot.index).with_suffix(".new")
+            temporary.write_text(json.dumps(sorted(names)))
+            temporary.replace(_note(slot.index))
             if last:
                 return
 

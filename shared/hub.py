@@ -173,6 +173,7 @@ class Hub:
     async def learner_alive(self, learner_id: str, identity: Identity) -> LearnerOrders:
         """The learner's sign of life, and what it is to do."""
         self._require(learner_id)
+        self._core.look_for_the_lost()
         self._core.identity = identity  # a hub that was restarted does not know it
         lost = self._core.publication.is_lost and self._core.ledger.published_version == self._core.ledger.version > 0
         return LearnerOrders(self._core.stopping, self._core.failure, lost)
@@ -279,9 +280,9 @@ class Hub:
         self._core.note("stop_requested", "hub")
         self._core.notify()
 
-    async def config(self) -> Config:
-        """What this hub was started with."""
-        return self._core.config
+    async def config(self) -> tuple[str, Config]:
+        """Which run this hub serves (`read_run_id`), and what it was started with."""
+        return self._core.run_id, self._core.config
 
     async def status(self) -> HubStatus:
         return self._core.status()

@@ -193,9 +193,13 @@ class LearnerHubClient:
 
         RunFailed when the other side failed.
         """
+        told_s = time.monotonic()
         while not (status := self.status()).finished:
             if status.failure:
                 raise RunFailed(status.failure)
+            if time.monotonic() - told_s >= _TELL_EVERY_S:
+                told_s = time.monotonic()
+                _LOG.info("%s", status.waiting_for)
             if self._stop:
                 return False
             time.sleep(_FINISHED_EVERY_S)

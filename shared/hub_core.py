@@ -8,7 +8,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +21,7 @@ from shared.leases import LearnerSeat, Leases
 from shared.ledger import Ledger
 from shared.ledger_rows import GroupRow, LedgerRules
 from shared.records import Event, EventName, Identity, Ticket
-from shared.run_files import read_evaluations, read_metrics
+from shared.run_files import read_evaluations, read_metrics, read_run_id
 from shared.spans import now_s
 from shared.store import Store
 
@@ -34,7 +34,7 @@ class HubCore:
     """State of one run. Touched on one event loop only."""
 
     def __init__(self, config: Config, run_directory: Path, poll_s: float, store: Store | None) -> None:
-        self.config, self.run_directory = config, run_directory
+        self.config, self.run_directory, self.run_id = config, run_directory, read_run_id(run_directory)
         self.store = store or Store(run_directory)
         self.identity: Identity | None = None  # the learner's
         self.seat = LearnerSeat(config.rollout.lease_s)
@@ -83,7 +83,7 @@ class HubCore:
             learner_age_s=None if self.seat.holder is None else now - self.seat.seen_s,
             groups_per_min=self.groups_made.per_min(now),
             steps_per_min=self.steps_made.per_min(now),
-            waiting_for="" if ledger.version == ledger.rules.steps else self.waiting_for(ledger.version),
+            waiting_for="" if self.is_finished() else self.waiting_for(ledger.version),
         )
 
     def close(self) -> None:
@@ -97,6 +97,9 @@ class HubCore:
 
     def waiting_for(self, step: int) -> str:
         """For a person: the first groups that keep the step from starting, and who is there to make them."""
+        seen = ", ".join(f"{name} {time.monotonic() - lease.seen_s:.0f} s ago" for name, lease in self.workers.items())
+        if step == self.ledger.rules.steps:
+            return f"version {step} waits for a worker that loads and evaluates it; workers seen: {seen or 'none'}"
         missing = []
         for number, row in self.ledger.step_groups(step).items():
             if row is None:
@@ -105,8 +108,6 @@ class HubCore:
                 missing.append(f"{row.group} ({row.state}, {row.worker_id}, {now_s() - row.issued_at_s:.0f} s)")
         if not missing:
             return f"step {step} has all its groups"
-        now = time.monotonic()
-        seen = ", ".join(f"{name} {now - lease.seen_s:.0f} s ago" for name, lease in self.workers.items())
         more = f" and {len(missing) - _WAITING_NAMED} more" if len(missing) > _WAITING_NAMED else ""
         return (
             f"step {step} waits for group {', '.join(missing[:_WAITING_NAMED])}{more}; workers seen: {seen or 'none'}"
@@ -114,8 +115,8 @@ class HubCore:
 
     def seen(self, worker_id: str, active_version: int | None = None) -> None:
         """A sign of life of this worker; also the moment to look for others that give none."""
-        self.look_for_the_lost()
         self.workers.seen(worker_id, time.monotonic(), active_version)
+        self.look_for_the_lost()
 
     def look_for_the_lost(self) -> None:
         for worker_id in self.workers.lapsed(time.monotonic()):
@@ -134,7 +135,8 @@ class HubCore:
             self.save_rows(rows)
 
     def note(self, name: EventName, who: str, detail: str = "") -> None:
-        self.files["events"].append([asdict(Event(now_s(), name, who, detail))])
+        with suppress(OSError):  # a full disk: what it led to is told by the failure, and must be dealt with
+            self.files["events"].append([asdict(Event(now_s(), name, who, detail))])
 
     def save(self, tickets: Sequence[Ticket]) -> None:
         self.save_rows([self.ledger.row(ticket.group) for ticket in tickets])
@@ -163,9 +165,9 @@ class HubCore:
             raise
 
     def fail(self, side: str, text: str) -> None:
-        self.note("failed", side, text)
         self.failure = self.failure or f"the {side} side of the run failed:\n{text}"
         self.notify()
+        self.note("failed", side, text)
 
     def notify(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()

@@ -13,9 +13,10 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared.config import Config
-from shared.errors import HubError
+from shared.errors import ConfigError, HubError
 from shared.hub import POLL_S, Hub
 from shared.locks import FileLock
+from shared.run_files import read_run_id
 
 HUB_NAME = "hub"
 _MAX_CONCURRENCY = 1000  # calls that may wait at once: two long polls a worker
@@ -37,13 +38,20 @@ def start_hub(config: Config, run_directory: Path, poll_s: float = POLL_S) -> An
     """The run's hub, made on this node if this Ray cluster has none; this node must hold the run directory.
 
     One that was started with another config (a run that is resumed for more steps) is replaced. Namespace is the run's
-    name. Ray must be connected. HubError when it does not start, with the cause.
+    name. Ray must be connected. HubError when it does not start, with the cause; ConfigError when another run of this
+    name is in the cluster.
     """
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while True:
         hub = find_hub(config.run.name) or _create_hub(config, run_directory, poll_s)
         try:
-            if ray.get(hub.config.remote(), timeout=_START_TIMEOUT_S) == config:
+            run_id, started_with = ray.get(hub.config.remote(), timeout=_START_TIMEOUT_S)
+            if run_id != read_run_id(run_directory):
+                raise ConfigError(
+                    f"run.name = {config.run.name!r} is taken in this Ray cluster by a run in another folder. Choose "
+                    f"another name, or end that run by `seqrelay stop`."
+                )
+            if started_with == config:
                 return hub
             ray.kill(hub, no_restart=True)  # its name is free a moment later
         except RayError as error:  # it could not start, or it is being restarted, or its node died: then for 15 s

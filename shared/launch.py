@@ -26,6 +26,7 @@ from shared.stopping import STOPPED
 _POLL_S = 0.2
 _GRACE_S = 20.0
 _CONFIG_AT_FAULT = 2
+_ENDED_AT_ITS_START = (-signal.SIGTERM, signal.SIGTERM)  # asked to end before it could listen
 
 
 class View(Protocol):
@@ -114,15 +115,16 @@ def _wait(services: Mapping[str, subprocess.Popen[bytes]], run_directory: Path, 
                 if process.poll() is not None:
                     del running[side]
                     codes.append(process.returncode)
-                    _raise_if_failed(side, process.returncode, log_path(run_directory, side))
+                    if not (interrupted and process.returncode in _ENDED_AT_ITS_START):
+                        _raise_if_failed(side, process.returncode, log_path(run_directory, side))
             time.sleep(_POLL_S)
         except KeyboardInterrupt:
             if interrupted:
                 raise
             interrupted = True
-            view.say("stopping: finishing what was begun; Ctrl-C again leaves at once, which loses nothing either")
             for process in running.values():
                 process.terminate()
+            view.say("stopping: finishing what was begun; Ctrl-C again leaves at once, which loses nothing either")
     return Outcome(all(code == 0 for code in codes), interrupted)
 
 

@@ -5,7 +5,10 @@ begun to train goes on only when that was asked for, and only with options that 
 """
 
 import json
+import math
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from shared.config import Config
@@ -13,10 +16,12 @@ from shared.config_file import load_resolved
 from shared.errors import ConfigError
 from shared.identity import LOCAL_OPTIONS, SHARED_OPTIONS
 from shared.locks import FileLock
-from shared.run_files import read_steps
+from shared.run_files import read_ledger, read_steps
+from shared.store import heal
 
 CONFIG_FILE = "config.json"
 LEARNER_LOCK = "learner.lock"
+RUN_ID = "run.id"  # tells this run from another one of its name
 _LOCK_WAIT_S = 3.0  # a learner whose parent was killed ends within a second
 
 # What a run that goes on may change: nothing of it enters into the weights. `learner.steps` is looked at by itself.
@@ -34,6 +39,8 @@ def open_for_learner(config: Config, *, resume: bool, alone: bool) -> Path:
     LockHeld, which is one too, while a learner trains there.
     """
     folder = run_directory(config)
+    if (folder / "ledger.sqlite").exists():
+        heal(folder)
     if resume:
         _may_go_on(config, folder)
     elif os.path.lexists(folder) and (alone or not _is_unbegun_run(folder)):
@@ -82,9 +89,13 @@ def _may_go_on(config: Config, folder: Path) -> None:
         )
     before = load_resolved(folder / CONFIG_FILE)
     _refuse(_changes(before, config) - _FREE, folder, config, "it would not be the same run")
-    num_begun = 0 if _is_unbegun_run(folder) else len(read_steps(folder))
-    if config.learner.steps < num_begun:
-        raise ConfigError(f"learner.steps = {config.learner.steps}: {folder} has begun {num_begun} steps already.")
+    num_issued = len({row.group.number for row in read_ledger(folder)[0]})
+    least = math.ceil(num_issued / config.learner.prompts_per_step)
+    if config.learner.steps < least:
+        raise ConfigError(
+            f"learner.steps = {config.learner.steps}: {folder} has issued groups for {least} steps already; give at "
+            f"least that many."
+        )
     if config.learner.steps != before.learner.steps and config.learner.schedule != "constant":
         raise ConfigError(
             f"learner.steps = {config.learner.steps}: the {config.learner.schedule} schedule of {folder} ends at "
@@ -120,6 +131,8 @@ def _refuse(changed: set[str], folder: Path, config: Config, why: str) -> None:
 def _make(folder: Path) -> None:
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError), (folder / RUN_ID).open("x") as file:
+            file.write(secrets.token_hex(8))
     except OSError as error:
         raise ConfigError(f"run.directory: {folder} cannot be made: {error.strerror}. Choose another.") from error
 

@@ -17,6 +17,12 @@ from shared.schema import encode_group
 from shared.store import DATABASE_VERSION, group_rows, read_trajectories, step_rows
 
 
+def read_run_id(run_directory: Path) -> str:
+    """What tells this run from another one of its name; "" for a folder that no command made."""
+    path = run_directory / "run.id"
+    return path.read_text(encoding="ascii") if path.exists() else ""
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a JSONL file; [] when there is no such file. A torn last line is left out."""
     if not path.exists():
@@ -52,7 +58,7 @@ def read_steps(run_directory: Path) -> list[StepRow]:
     SchemaError when there is no ledger, it has another layout, or a killed hub left it in the middle of a change.
     """
     with _ledger(run_directory) as database:
-        return step_rows(database)
+        return step_rows(database) if _has_tables(database) else []
 
 
 def read_ledger(run_directory: Path) -> tuple[list[GroupRow], list[StepRow]]:
@@ -63,7 +69,7 @@ def read_ledger(run_directory: Path) -> tuple[list[GroupRow], list[StepRow]]:
     if not (run_directory / "ledger.sqlite").exists():
         return [], []
     with _ledger(run_directory) as database:
-        return group_rows(database), step_rows(database)
+        return (group_rows(database), step_rows(database)) if _has_tables(database) else ([], [])
 
 
 def read_recorded_step(run_directory: Path, row: StepRow) -> RecordedStep:
@@ -85,6 +91,11 @@ def _held_payloads(run_directory: Path, plan: StepPlan) -> dict[GroupId, bytes]:
         return {group: bytes(row[0]) for group, row in rows if row}
 
 
+def _has_tables(database: sqlite3.Connection) -> bool:
+    """False for the file of a hub that was killed at its very first start."""
+    return bool(database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
+
+
 @contextmanager
 def _ledger(run_directory: Path) -> Iterator[sqlite3.Connection]:
     """The run's database, open for reading only. SchemaError as `read_steps`."""
@@ -93,7 +104,7 @@ def _ledger(run_directory: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             database.execute("BEGIN")  # all that is read is of one instant, also while a hub writes
             (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version != DATABASE_VERSION:
+            if version not in (0, DATABASE_VERSION):
                 raise SchemaError(
                     f"{path} has layout version {version}, this release uses {DATABASE_VERSION}; "
                     f"read it with the release that wrote it"

@@ -21,6 +21,7 @@ from shared.stopping import STOPPED, StopRequest
 Body = Callable[[Config, Path, StopRequest], bool]
 
 _PARENT_POLL_S = 1.0
+_CONFIG_AT_FAULT = 2
 
 
 def run_service(side: str, body: Body, arguments: list[str]) -> int:
@@ -29,7 +30,7 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
     0: the run is finished; STOPPED: ended on request before that; 1: failed; 2: the config is at fault. A failure is
     printed with its traceback, and reported to the hub, so that the other side stops instead of waiting, and to who
     started this service (a file beside the config): the traceback, or the message alone if the config is at fault. A
-    failure that came from the hub is not sent back to it, and no other learner has to end because this one came second.
+    failure that came from the hub is not sent back to it; nobody else has to end because this service was refused.
     """
     options = _parse(side, arguments)
     if options.parent is not None:
@@ -47,7 +48,8 @@ def run_service(side: str, body: Body, arguments: list[str]) -> int:
         logging.getLogger(side).error("%s", text)
         options.config.with_suffix(".error").write_text(text + "\n", encoding="utf-8")
         second = isinstance(error, SeatTaken) or (side == "learner" and isinstance(error, LockHeld))
-        if not second and not isinstance(error, RunFailed):
+        refused = side == "rollout" and code == _CONFIG_AT_FAULT  # this service's affair; the run goes on with others
+        if not second and not refused and not isinstance(error, RunFailed):
             _report(side, config, text)
         return code
     finally:
@@ -69,7 +71,7 @@ def _explain(error: Exception) -> tuple[str, int]:
 
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, ConfigError):
-        return str(cause), 2
+        return str(cause), _CONFIG_AT_FAULT
     return str(error) if isinstance(error, RunFailed) else traceback.format_exc(), 1
 
 

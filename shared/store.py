@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -129,10 +129,11 @@ class Store:
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._database.execute("COMMIT")
         except BaseException:
-            self._database.execute("ROLLBACK")
+            if self._database.in_transaction:  # also when the commit itself met somebody who reads for too long
+                self._database.execute("ROLLBACK")
             raise
-        self._database.execute("COMMIT")
 
     def _put_groups(self, rows: Sequence[GroupRow]) -> None:
         values = [
@@ -184,6 +185,12 @@ def read_trajectories(path: Path) -> list[Group]:
         raise SchemaError(f"{path}: no Parquet file of a step's groups: {error}") from error
     except SchemaError as error:
         raise SchemaError(f"{path}: {error}") from error
+
+
+def heal(run_directory: Path) -> None:
+    """Undo what a killed hub left half-written: SQLite does so as soon as it may write. Safe beside a live hub."""
+    with closing(sqlite3.connect(run_directory / "ledger.sqlite")) as database:
+        database.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def group_rows(database: sqlite3.Connection) -> list[GroupRow]:
