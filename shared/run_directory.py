@@ -39,7 +39,7 @@ def open_for_learner(config: Config, *, resume: bool, alone: bool) -> Path:
     LockHeld, which is one too, while a learner trains there.
     """
     folder = run_directory(config)
-    if (folder / "ledger.sqlite").exists():
+    if os.path.lexists(folder / "ledger.sqlite"):
         heal(folder)
     if resume:
         _may_go_on(config, folder)
