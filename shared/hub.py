@@ -159,8 +159,9 @@ class Hub:
     async def sit_down(self, learner_id: str, identity: Identity) -> ResumePoint:
         """The learner's first call: where to go on. Clears a failure and a stop of its predecessor's life.
 
-        HubError while another learner is alive.
+        HubError while another learner is alive; ConfigError when it starts from another model than the run did.
         """
+        self._core.check_start(identity)
         self._core.seat.take(learner_id, time.monotonic())
         if self._core.is_ahead_of_disk:
             self._core.load_ledger()

@@ -5,6 +5,7 @@ so that it is on disk before it is acknowledged, and wakes up those who wait.
 """
 
 import asyncio
+import json
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shared.config import Config
-from shared.errors import RunFailed
+from shared.errors import ConfigError, RunFailed
 from shared.hub_state import CurrentPublication, Evaluations, HubStatus, Rate, WorkerStatus, ledger_status
 from shared.jsonl import JsonLines
 from shared.leases import LearnerSeat, Leases
@@ -85,6 +86,22 @@ class HubCore:
             steps_per_min=self.steps_made.per_min(now),
             waiting_for="" if self.is_finished() else self.waiting_for(ledger.version),
         )
+
+    def check_start(self, identity: Identity) -> None:
+        """A run goes on from the model, tokenizer and schema it started with: ConfigError naming one that differs."""
+        path = self.run_directory / "identity.json"
+        start = {"model": identity.model, "tokenizer": identity.tokenizer, "schema": identity.schema}
+        if not path.exists():
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(start), encoding="utf-8")
+            temporary.replace(path)
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        for name, value in start.items():
+            if recorded[name] != value:
+                raise ConfigError(
+                    f"{name}: this learner has {value}, the run was started with {recorded[name]}; give model.path the "
+                    f"model that it started from, or start another run (run.name=...)."
+                )
 
     def close(self) -> None:
         """Close the files; for a hub that is not an actor."""

@@ -1,7 +1,9 @@
 """Which folder a command works in, and what a run that goes on may change."""
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 
 from shared.config import Config
 from shared.errors import ConfigError, LockHeld
+from shared.hub import Hub
 from shared.ledger_rows import GroupRow, GroupState
 from shared.locks import FileLock
-from shared.records import GroupId
+from shared.records import GroupId, Identity
 from shared.run_directory import LEARNER_LOCK, open_for_learner, open_for_rollout
 from shared.run_files import read_ledger, read_run_id, read_steps
 from shared.store import Store
@@ -101,6 +104,23 @@ def test_a_hub_that_was_killed_at_its_very_first_start_left_an_empty_ledger(conf
     (folder / "ledger.sqlite").touch()
     assert read_ledger(folder) == ([], [])
     open_for_learner(config(), resume=True, alone=True)
+
+
+def test_a_run_goes_on_from_the_model_it_started_with(config: Callable[..., Config]) -> None:
+    first = Identity("model-a", "tokenizer", "1", "code", {})
+    folder = open_for_learner(config(), resume=False, alone=True)
+
+    async def come(identity: Identity) -> None:
+        hub = Hub(config(), folder, poll_s=0.1)
+        try:
+            await hub.sit_down("host:1", identity)
+        finally:
+            hub.close()
+
+    asyncio.run(come(first))
+    asyncio.run(come(replace(first, code="a newer release")))
+    with pytest.raises(ConfigError, match="model: this learner has model-b, the run was started with model-a"):
+        asyncio.run(come(replace(first, model="model-b")))
 
 
 def leave_a_hot_journal(path: Path) -> None:
