@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 from shared.cluster import ensure_cluster, private_cluster
@@ -74,9 +75,17 @@ def run_services(sides: Sequence[str], config: Config, run_directory: Path, addr
 
 def interrupt_at_signals() -> None:
     """Treat SIGTERM and SIGHUP like Ctrl-C, but for those that are ignored, as SIGHUP is under nohup."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number, handler in ((signal.SIGTERM, signal.default_int_handler), (signal.SIGHUP, _hang_up)):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, handler)
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    """The terminal is gone: writing to it would raise, and cut the services' end short."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from shared.run_files import read_evaluations, read_ledger
 _POLL_S = 1.0
 _LOOK_AGAIN_S = 0.2
 _SERVICE_GRACE_S = 20.0
+_HUB_BACK_S = 8.0  # a killed hub is back in 2 to 5 s
 _SILENT_S = 15.0  # a learner gives a sign of life every second
 _HUB_ANSWERS_S = 10.0
 _CLUSTER_GRACE_S = 10.0
@@ -123,21 +124,24 @@ def _histogram(staleness: dict[int, int]) -> str:
 
 
 def _drain(hub: Any, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Returns once neither learner nor workers are there, or the hub is gone for good."""
     import ray
 
-    ray.get(hub.request_stop.remote(), timeout=_HUB_ANSWERS_S)
-    deadline_s = time.monotonic() + timeout_s
-    told = ""
-    while True:
+    deadline_s, answered_s, told = time.monotonic() + timeout_s, time.monotonic(), ""
+    while time.monotonic() < answered_s + _HUB_BACK_S:  # else the cluster of `seqrelay train` has ended with it
         try:
             now: HubStatus = ray.get(hub.status.remote(), timeout=_HUB_ANSWERS_S)
+            if not now.stopping:  # at first, and when a hub that was killed came back without it
+                ray.get(hub.request_stop.remote(), timeout=_HUB_ANSWERS_S)
         except ray.exceptions.RayError:
-            return  # the cluster of `seqrelay train` has ended with it
+            time.sleep(_LOOK_AGAIN_S)
+            continue
+        answered_s = time.monotonic()
         learner_lives = now.learner_age_s is not None and now.learner_age_s < _SILENT_S
         present = [*(["learner"] if learner_lives else []), *sorted(now.workers)]
-        if not present:
+        if not present and now.stopping:
             return
-        line = f"waiting for {', '.join(present)}"
+        line = f"waiting for {', '.join(present) or 'the services'}"
         if line != told:
             say(line)
             told = line

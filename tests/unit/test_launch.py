@@ -100,6 +100,24 @@ def test_sigterm_and_hangup_interrupt_unless_ignored() -> None:
             signal.signal(number, handler)
 
 
+HANGS_UP = """
+import os, signal, time
+from shared.launch import interrupt_at_signals
+interrupt_at_signals()
+try:
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(1)
+except KeyboardInterrupt:
+    os.write(1, b"to nobody")
+    os._exit(7)
+"""
+
+
+def test_a_hangup_interrupts_and_what_is_said_then_goes_nowhere() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS_UP], capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (7, "")
+
+
 class Screen:
     """What a person is told."""
 
