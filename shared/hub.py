@@ -175,7 +175,9 @@ class Hub:
         """The learner's sign of life, and what it is to do."""
         self._require(learner_id)
         self._core.look_for_the_lost()
-        self._core.identity = identity  # a hub that was restarted does not know it
+        if self._core.identity is None:  # a hub that was restarted does not know it, and workers may wait for it
+            self._core.identity = identity
+            self._core.notify()
         lost = self._core.publication.is_lost and self._core.ledger.published_version == self._core.ledger.version > 0
         return LearnerOrders(self._core.stopping, self._core.failure, lost)
 
