@@ -327,3 +327,18 @@ def test_a_hub_that_is_killed_is_back_and_its_clients_notice_nothing(
         assert learner.wait_finished()
     assert loop.run(worker.newer_version(0)) is None
     ray_cluster.kill(hub, no_restart=True)
+
+
+def test_a_run_of_the_same_name_in_another_folder_is_refused(
+    ray_cluster: Any, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "run.id").write_text(folder.name)
+    config = make_config(run={"name": "taken"})
+    hub = start_hub(config, folders[0], POLL_S)
+    with pytest.raises(ConfigError, match=r"run\.name = 'taken' is taken in this Ray cluster"):
+        start_hub(config, folders[1], POLL_S)
+    assert ray_cluster.get(hub.config.remote())[0] == "here"  # and it lives on
+    ray_cluster.kill(hub, no_restart=True)

@@ -134,3 +134,25 @@ def leave_a_hot_journal(path: Path) -> None:
     database.close()
     path.write_bytes(pages)
     path.with_name(path.name + "-journal").write_bytes(journal)
+
+
+def test_a_full_disk_is_a_failure_although_the_event_of_it_cannot_be_written(
+    config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_for_learner(config(), resume=False, alone=True)
+
+    def no_room(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def story() -> str | None:
+        hub = Hub(config(), folder, poll_s=0.1)
+        monkeypatch.setattr(hub._core.files["events"], "append", no_room)
+        monkeypatch.setattr(hub._core.store, "save_groups", no_room)
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                await hub.next_work("w0", 0, (), 1)
+            return (await hub.status()).failure
+        finally:
+            hub.close()
+
+    assert "No space left on device" in (asyncio.run(story()) or "")

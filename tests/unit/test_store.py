@@ -207,3 +207,19 @@ def test_a_repeated_ticket_is_one_row(tmp_path: Path) -> None:
     for attempt in (0, 1):
         store.save_groups([GroupRow(ticket.group, GroupState.GENERATING, attempt, WORKER, 0.0)])
     assert [row.attempt for row in store.load()[0]] == [1]
+
+
+def test_a_commit_that_meets_a_reader_leaves_the_store_usable(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store._database.execute("PRAGMA busy_timeout = 50")
+    reader = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM groups").fetchone()
+    row = GroupRow(GroupId(0), GroupState.WAITING, 0, "w", 0.0)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        store.save_groups([row])
+    assert store.load()[0] == []  # what was refused is not read as if it were on disk
+    reader.close()
+    store.save_groups([row])
+    assert store.load()[0] == [row]
+    store.close()
