@@ -62,7 +62,7 @@ def _engine_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cast = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
     if cast.is_floating_point() and not bool(torch.isfinite(cast).all()):
         raise WeightSyncError(
-            f"tensor {name!r} is not finite in {dtype}: use a wider rollout.dtype or check the training."
+            f"tensor {name!r} is not finite in {dtype}: use a wider model.precision or check the training."
         )
     return cast.cpu().clone(memory_format=torch.contiguous_format)
 
@@ -102,7 +102,7 @@ def _current_parts(
         policy.checkpoint_tensors(),
         version=version,
         weights_version=weights_version,
-        dtype=config.rollout.dtype,
+        dtype=config.model.mode.engine,
         bucket_bytes=config.sync.bucket_mib * 2**20,
     )
 

@@ -71,7 +71,7 @@ class VllmEngine:
     def __init__(self, config: Config) -> None:
         self._llm: Any = None
         self._expected = model_tensors(Path(config.model.path))
-        self._dtype = SAFETENSORS_DTYPES[config.rollout.dtype]
+        self._dtype = SAFETENSORS_DTYPES[config.model.mode.engine]
         self._max_model_len = config.rollout.max_model_len
         self._loading = asyncio.Lock()
         self._half_written: str | None = None

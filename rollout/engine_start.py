@@ -34,7 +34,7 @@ def engine_args(config: Config, worker_index: int, on_cpu: bool) -> dict[str, An
     rollout = config.rollout
     return {
         "model": config.model.path,
-        "dtype": rollout.dtype,
+        "dtype": config.model.mode.engine,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "gpu_memory_utilization": rollout.memory_share,

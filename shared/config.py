@@ -4,6 +4,7 @@ Owns names, defaults, ranges and cross-field rules. Reads no model, imports noth
 well under a second. Loading (TOML, overrides, error messages) is in `shared.config_file`.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,6 +13,30 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class PrecisionMode:
+    """What both sides compute in.
+
+    `engine`: weights and activations of the engine, and the type in which weights are published. `autocast`: type of the
+    learner's matrix products, whose master weights are float32; None for float32 throughout. `float32_head`: the learner
+    computes logits in float32. `max_mismatch`: root mean square of log pi_learner - log pi_engine (nats a token) at equal
+    weights above which one of the two must be wrong; three to four times what is measured (docs/gspo.md).
+    """
+
+    engine: DTypeName
+    autocast: DTypeName | None
+    float32_head: bool
+    max_mismatch: float
+
+
+PRECISIONS = {
+    "float32": PrecisionMode("float32", None, False, max_mismatch=1e-4),
+    "float16": PrecisionMode("float16", "float16", False, max_mismatch=0.05),
+    "bfloat16": PrecisionMode("bfloat16", "bfloat16", False, max_mismatch=0.25),
+    "bfloat16-float32-head": PrecisionMode("bfloat16", "bfloat16", True, max_mismatch=0.25),
+}
 
 
 class Section(BaseModel):
@@ -27,9 +52,17 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """`path`: a local folder with config.json, safetensors and tokenizer, as `save_pretrained` writes it."""
+    """`path`: a local folder with config.json, safetensors and tokenizer, as `save_pretrained` writes it.
+
+    `precision`: what engine and learner compute in; the learner's master weights are float32 in every mode.
+    """
 
     path: str
+    precision: Literal["float32", "float16", "bfloat16", "bfloat16-float32-head"] = "bfloat16"
+
+    @property
+    def mode(self) -> PrecisionMode:
+        return PRECISIONS[self.precision]
 
 
 class PromptsConfig(Section):
@@ -81,7 +114,6 @@ class RolloutConfig(Section):
     """
 
     workers: Positive = 1
-    dtype: DTypeName = "bfloat16"
     max_model_len: Positive = 512
     max_num_seqs: Positive = 64
     memory_share: Share = 0.15
@@ -95,6 +127,9 @@ class RolloutConfig(Section):
 class LearnerConfig(Section):
     """The training side. A step takes `prompts_per_step` groups and makes `minibatches` optimizer updates.
 
+    `anchor`: the denominator of the ratio. "engine": the likelihood that the engine returned; "recompute": another
+    forward pass under the weights that the step starts from, for comparison.
+
     A checkpoint is written every `checkpoint_steps` steps, when the learner is stopped, and at the end; the newest
     `keep_checkpoints` are kept.
     """
@@ -104,15 +139,13 @@ class LearnerConfig(Section):
     minibatches: Positive = 2
     micro_batch_tokens: Positive = 2048
     objective: Literal["gspo"] = "gspo"
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 3e-4
-    clip_high: Annotated[float, Field(gt=0.0)] = 4e-4
+    anchor: Literal["engine", "recompute"] = "engine"
     lr: Annotated[float, Field(gt=0.0)] = 1e-6
     warmup_updates: NonNegative = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    autocast: Literal["auto", "bfloat16", "off"] = "auto"
     activation_checkpointing: bool = False
     logprob_chunk_tokens: Positive = 256
     threads: Positive = 1
@@ -129,13 +162,46 @@ class LearnerConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _ratio_can_move(self) -> Self:
+        if self.anchor == "recompute" and self.minibatches == 1:
+            raise ValueError(
+                "learner.anchor = recompute with learner.minibatches = 1 makes every ratio 1: nothing is ever clipped and "
+                "what the engine did differently goes unseen. Set learner.minibatches to 2 or more, or learner.anchor = "
+                "engine."
+            )
+        return self
+
+
+class ClipConfig(Section):
+    """The clip range of the ratio, [1 - low, 1 + high], and what is added to it.
+
+    `calibration` "measured" widens the range of a sequence of T tokens by what engine and learner differ at equal
+    weights: the bias, and `z` standard errors of a mean of T tokens (docs/gspo.md). "none" takes the range as it is.
+    `sizing` "drift" multiplies the configured range by a factor of up to `max_scale`, and at least its inverse, so that
+    the share of clipped sequences after a step's first mini-batch approaches `target`; "off" leaves it.
+    """
+
+    low: Annotated[float, Field(gt=0.0, lt=1.0)] = 3e-4
+    high: Annotated[float, Field(gt=0.0)] = 4e-4
+    calibration: Literal["measured", "none"] = "measured"
+    z: Annotated[float, Field(gt=0.0, le=6.0)] = 1.96
+    sizing: Literal["off", "drift"] = "off"
+    target: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.15
+    max_scale: Annotated[float, Field(ge=1.0)] = 1000.0
+
 
 class SyncConfig(Section):
-    """Weights on their way back. `max_staleness` = 0 is the synchronous loop."""
+    """Weights on their way back. `max_staleness` = 0 is the synchronous loop.
+
+    A version is served only if engine and learner agree on a probe of `probe_sequences` sequences: `max_mismatch` is
+    the largest root mean square of the difference in nats a token; None takes that of `model.precision`.
+    """
 
     max_staleness: NonNegative = 1
     bucket_mib: Positive = 64
     probe_sequences: NonNegative = 4
+    max_mismatch: Annotated[float, Field(gt=0.0)] | None = None
 
 
 class EvaluationConfig(Section):
@@ -154,8 +220,14 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
     learner: LearnerConfig = LearnerConfig()
+    clip: ClipConfig = ClipConfig()
     sync: SyncConfig = SyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def max_mismatch(self) -> float:
+        """Root mean square difference of the sides' log-probabilities at equal weights that is refused; nats a token."""
+        return self.sync.max_mismatch or self.model.mode.max_mismatch
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

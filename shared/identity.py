@@ -33,6 +33,7 @@ DIGEST_CHARACTERS = 16
 SHARED_OPTIONS = frozenset({
     "run.name",
     "run.seed",
+    "model.precision",  # also that of published weights
     "prompts.source",
     "prompts.style",
     "prompts.digits",
@@ -44,7 +45,6 @@ SHARED_OPTIONS = frozenset({
     "sampling.top_p",
     "sampling.top_k",
     "sampling.min_p",
-    "rollout.dtype",  # also that of published weights
     "rollout.max_model_len",
     "rollout.payload",
     "rollout.max_attempts",
@@ -53,6 +53,7 @@ SHARED_OPTIONS = frozenset({
     "learner.prompts_per_step",
     "sync.max_staleness",
     "sync.probe_sequences",
+    "sync.max_mismatch",
     "evaluation.samples",
 })  # fmt: skip
 
@@ -68,20 +69,25 @@ LOCAL_OPTIONS = frozenset({
     "learner.minibatches",
     "learner.micro_batch_tokens",
     "learner.objective",
-    "learner.clip_low",
-    "learner.clip_high",
+    "learner.anchor",
     "learner.lr",
     "learner.warmup_updates",
     "learner.schedule",
     "learner.weight_decay",
     "learner.max_grad_norm",
     "learner.device",
-    "learner.autocast",
     "learner.activation_checkpointing",
     "learner.logprob_chunk_tokens",
     "learner.threads",
     "learner.checkpoint_steps",
     "learner.keep_checkpoints",
+    "clip.low",
+    "clip.high",
+    "clip.calibration",
+    "clip.z",
+    "clip.sizing",
+    "clip.target",
+    "clip.max_scale",
     "sync.bucket_mib",
 })  # fmt: skip
 

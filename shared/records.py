@@ -159,14 +159,68 @@ class Publication:
 
 
 @dataclass(frozen=True)
+class ClipRange:
+    """The clip range of one step (docs/gspo.md).
+
+    A sequence of T tokens may have log s from `log(1 - low) - bias - z spread / sqrt(T)` to
+    `log(1 + high) - bias + z spread / sqrt(T)`. With `bias` and `spread` 0 that is the fixed range of the paper.
+    """
+
+    low: float
+    high: float
+    bias: float = 0.0
+    spread: float = 0.0
+    z: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Engine against learner at equal weights (shared.mismatch): of d = log pi_learner - log pi_engine, nats a token.
+
+    `k3`: mean of exp(d) - 1 - d. `num_tokens` is a weight where measurements were pooled.
+    """
+
+    num_tokens: float
+    mean: float
+    variance: float
+    k3: float
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of d over tokens."""
+        return self.variance**0.5
+
+    @property
+    def rms(self) -> float:
+        return (self.variance + self.mean**2) ** 0.5
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the clip range of a step follows from, besides the config (learner.calibration).
+
+    `mismatch`: the pooled measurement on sampled tokens, None before there is a trusted one. `probe`: the pooled probes;
+    `reference_k3` is their k3 at the time of `mismatch`. `scale` multiplies the configured range.
+    """
+
+    mismatch: Mismatch | None = None
+    probe: Mismatch | None = None
+    reference_k3: float | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class StepPlan:
-    """Durable before the first forward of step `step`, which trains at policy version `step`."""
+    """Durable before the first forward of step `step`, which trains at policy version `step`.
+
+    `clip` follows from `calibration` and the config; it is all that training needs of them.
+    """
 
     step: int
     groups: tuple[GroupId, ...]
     minibatch_seed: int
-    clip_low: float
-    clip_high: float
+    clip: ClipRange
+    calibration: Calibration = Calibration()
 
 
 @dataclass(frozen=True)
@@ -236,13 +290,38 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """Engine against learner on the probe of `version`: the largest |difference| of its log-probabilities (nats)."""
+    """The verdict on the weights that a worker loaded as `version`: engine against learner on the manifest's probe.
+
+    `max_abs`: the largest |difference| of a log-probability (nats). `released` False: refused, nothing sampled under
+    them leaves the worker.
+    """
 
     worker_id: str
     version: int
-    num_tokens: int
+    mismatch: Mismatch
     max_abs: float
     probe_s: float
+    released: bool
+
+
+@dataclass(frozen=True)
+class SamplingReport:
+    """Engine against learner on what `worker_id` really sampled at `version`, at the run's temperature.
+
+    `smallest_shift`: the smallest constant error of a log-probability that this many tokens show at 3 standard errors
+    (nats). The clip fractions are those that the fixed and the calibrated range would give before any update, for
+    sequences with A > 0 and with A < 0. `fault`: why the numbers cannot be trusted, "" if they can.
+    """
+
+    worker_id: str
+    version: int
+    num_sequences: int
+    mismatch: Mismatch
+    max_abs: float
+    smallest_shift: float
+    fixed_clip: tuple[float, float]
+    calibrated_clip: tuple[float, float]
+    fault: str
 
 
 @dataclass(frozen=True)
@@ -292,4 +371,4 @@ class Event:
     detail: str = ""
 
 
-Report = SyncReport | ProbeReport | EvalReport | Span
+Report = SyncReport | ProbeReport | SamplingReport | EvalReport | Span
