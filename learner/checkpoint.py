@@ -25,10 +25,12 @@ from safetensors.torch import load_file, save_file
 from learner.folders import files_in, remove_folder, remove_leftovers, staged_folder
 from learner.optim import Optimizer
 from learner.policy import Policy
-from shared.config import Config, ModelConfig
+from shared.config import Config
 from shared.errors import CheckpointError
+from shared.plans import calibration_of
+from shared.records import Calibration
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MODEL, OPTIMIZER, STATE = "model", "optimizer.safetensors", "state.json"
 _RANDOM_STATE = "torch_cpu_random_state"  # without a slash, which the names of the optimizer's tensors have
 _CHUNK_BYTES = 2**20
@@ -48,17 +50,26 @@ class FileRecord:
 class CheckpointState:
     """`version`: steps that are in the weights. `num_updates`: optimizer updates applied, which drive the schedule.
 
-    `weights_digest`: of the weights as published (learner.publish.published_digest). `files`: by path in the folder.
+    `weights_digest`: of the weights as published (learner.publish.published_digest). `calibration`: for the next step.
+    `files`: by path in the folder.
     """
 
     version: int
     num_updates: int
     weights_digest: str
+    calibration: Calibration
     files: Mapping[str, FileRecord]
 
 
 def save_checkpoint(
-    folder: Path, policy: Policy, optimizer: Optimizer, *, version: int, weights_digest: str, keep: int
+    folder: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    *,
+    version: int,
+    weights_digest: str,
+    calibration: Calibration,
+    keep: int,
 ) -> Path:
     """Write the state after `version` steps, then remove all older checkpoints but the newest `keep` - 1.
 
@@ -72,7 +83,7 @@ def save_checkpoint(
             tensors = optimizer.state_tensors() | {_RANDOM_STATE: torch.get_rng_state()}
             save_file(tensors, staging / OPTIMIZER)
             files = {str(file.relative_to(staging)): _record(file) for file in files_in(staging)}
-            state = CheckpointState(version, optimizer.num_updates, weights_digest, files)
+            state = CheckpointState(version, optimizer.num_updates, weights_digest, calibration, files)
             (staging / STATE).write_text(_state_text(state), encoding="utf-8")
     _prune(folder, version, keep)
     return target
@@ -100,7 +111,7 @@ def load_checkpoint(path: Path, config: Config) -> tuple[Policy, Optimizer, Chec
     `Policy.load`.
     """
     state = _read_state(path)
-    policy = Policy.load(config.model_copy(update={"model": ModelConfig(path=str(path / MODEL))}))
+    policy = Policy.load(config.model_copy(update={"model": config.model.model_copy(update={"path": str(path / MODEL)})}))
     policy.source = Path(config.model.path)  # this checkpoint may be pruned before the next one copies its tokenizer
     optimizer = Optimizer(policy, config)
     tensors = load_file(path / OPTIMIZER)
@@ -169,6 +180,7 @@ def _read_state(path: Path) -> CheckpointState:
         values = json.loads(text)
         version = values.pop("format_version")
         values.pop("digest")
+        values["calibration"] = calibration_of(values["calibration"])
         values["files"] = {name: FileRecord(**record) for name, record in values["files"].items()}
         state = CheckpointState(**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

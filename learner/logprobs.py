@@ -14,12 +14,18 @@ from learner.packing import MicroBatch
 
 
 def completion_logprobs(
-    model: PreTrainedModel, micro_batch: MicroBatch, temperature: float, chunk_tokens: int
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    temperature: float,
+    chunk_tokens: int,
+    *,
+    float32_head: bool = False,
 ) -> Tensor:
     """log softmax(logits / temperature)[token] of every completion token, in the micro-batch's order.
 
-    Logits are cast to float32 before the division, as the sampler does it. The model's logits must be
-    `lm_head(last hidden state)`, which `learner.model_check` verifies at load.
+    Logits are cast to float32 before the division, as the sampler does it; with `float32_head` they are also computed
+    in float32, whatever autocast says. The model's logits must be `lm_head(last hidden state)`, which
+    `learner.model_check` verifies at load.
 
     Returns:
         float32 [T], nats.
@@ -31,7 +37,7 @@ def completion_logprobs(
     targets_T = token_ids[rows_T, columns_T]
     head = model.get_output_embeddings()
     chunks = [
-        checkpoint(_chunk_logprobs, head, hidden, targets, temperature, use_reentrant=False)
+        checkpoint(_chunk_logprobs, head, hidden, targets, temperature, float32_head, use_reentrant=False)
         for hidden, targets in zip(hidden_TH.split(chunk_tokens), targets_T.split(chunk_tokens), strict=True)
     ]
     return torch.cat(chunks)
@@ -50,6 +56,12 @@ def _decode(model: PreTrainedModel, micro_batch: MicroBatch, token_ids: Tensor) 
     ).last_hidden_state
 
 
-def _chunk_logprobs(head: nn.Module, hidden_TH: Tensor, targets_T: Tensor, temperature: float) -> Tensor:
-    logits_TV = head(hidden_TH).float() / temperature
+def _chunk_logprobs(
+    head: nn.Module, hidden_TH: Tensor, targets_T: Tensor, temperature: float, float32_head: bool
+) -> Tensor:
+    if float32_head:
+        with torch.autocast(hidden_TH.device.type, enabled=False):
+            logits_TV = head(hidden_TH.float()) / temperature
+    else:
+        logits_TV = head(hidden_TH).float() / temperature
     return torch.log_softmax(logits_TV, dim=-1).gather(1, targets_T[:, None]).squeeze(1)

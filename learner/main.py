@@ -6,25 +6,24 @@ where the ledger says (learner.recover), and writes checkpoints on its way, when
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 import torch
 
+from learner.calibration import clip_range, with_probes
 from learner.checkpoint import export_final, save_checkpoint
-from learner.optim import Optimizer
-from learner.policy import Policy
-from learner.publish import Publisher
-from learner.recover import recover
+from learner.recover import Recovered, recover
 from learner.report import step_metrics
-from learner.step import train_step
+from learner.sampling_check import calibrated, sampling_reports
+from learner.step import calibration_after, train_step
 from shared.config import Config
 from shared.hub_client import LearnerHubClient
 from shared.hub_start import start_hub
 from shared.identity import identity_of
 from shared.locks import FileLock
 from shared.metrics import as_row
-from shared.records import Group, StepPlan
+from shared.records import Calibration, Group, StepPlan
 from shared.run_directory import LEARNER_LOCK
 from shared.schema import decode_group
 from shared.seeds import derive_seed
@@ -46,8 +45,7 @@ def run_learner(config: Config, run_directory: Path, stop: StopRequest) -> bool:
         hub = LearnerHubClient(config.run.name, start_hub(config, run_directory), stop)
         with hub.seated(identity_of(config)) as point:
             checkpoints = run_directory / "checkpoints"
-            policy, optimizer, publisher = recover(config, checkpoints, hub, point)
-            learner = Learner(config, checkpoints, hub, policy, optimizer, publisher, point.version)
+            learner = Learner(config, checkpoints, hub, point.version, recover(config, checkpoints, hub, point))
             plan = point.begun
             while learner.version < config.learner.steps and learner.step(plan):
                 plan = None
@@ -56,16 +54,18 @@ def run_learner(config: Config, run_directory: Path, stop: StopRequest) -> bool:
 
 @dataclass
 class Learner:
-    """Policy, optimizer and what surrounds them; `version` is the policy's, the number of steps it was trained."""
+    """The policy's state and what surrounds it; `version` is the number of steps it was trained."""
 
     config: Config
     checkpoints: Path
     hub: LearnerHubClient
-    policy: Policy
-    optimizer: Optimizer
-    publisher: Publisher
     version: int
+    state: InitVar[Recovered]
     recorder: Recorder = field(default_factory=lambda: Recorder("learner"))
+
+    def __post_init__(self, state: Recovered) -> None:
+        self.policy, self.optimizer = state.policy, state.optimizer
+        self.publisher, self.calibration = state.publisher, state.calibration
 
     def step(self, begun: StepPlan | None) -> bool:
         """Train the next step, by the plan it was `begun` with before, if any. False when asked to stop instead."""
@@ -77,7 +77,7 @@ class Learner:
                 return False
             with recorder.span("train", step) as trained:
                 groups = [decode_group(payload) for payload in payloads]
-                plan = begun or step_plan(self.config, step, groups)
+                plan = begun or self.plan(groups)
                 hub.begin_step(plan)
                 result = train_step(self.policy, self.optimizer, groups, plan, self.config)
             with recorder.span("publish", step) as published:
@@ -85,12 +85,24 @@ class Learner:
                 hub.commit_step(step, self.publisher.digest)
                 hub.publish(publication)
         self.version = step + 1
+        self.calibration = calibration_after(plan, result, self.config)
         timings = {"stepped": stepped, "waited": waited, "trained": trained, "published": published}
-        hub.log_metrics(as_row(step_metrics(step, groups, result, **timings)))
+        hub.log_metrics(as_row(step_metrics(plan, groups, result, unmet_experts=self.publisher.num_unmet_experts, **timings)))
         if self.version % self.config.learner.checkpoint_steps == 0:
             self.save()
         hub.report(recorder.take())
         return True
+
+    def plan(self, groups: Sequence[Group]) -> StepPlan:
+        """What the next step is to do with these groups. Before step 0 they pass the sampling check, or RunFailed."""
+        calibration = self.calibration
+        if self.version == 0:
+            with self.recorder.span("check", 0):
+                reports = sampling_reports(self.policy, groups, self.config, version=0)
+            self.hub.report(reports)
+            calibration = calibrated(reports, calibration, self.config.sampling.temperature)
+        calibration = with_probes(calibration, self.hub.probes(calibration.probe_version + 1))
+        return step_plan(self.config, self.version, groups, calibration)
 
     def save(self) -> Path:
         """Write a checkpoint of the current version, unless there is one."""
@@ -101,6 +113,7 @@ class Learner:
                 self.optimizer,
                 version=self.version,
                 weights_digest=self.publisher.digest,
+                calibration=self.calibration,
                 keep=self.config.learner.keep_checkpoints,
             )
 
@@ -116,14 +129,14 @@ class Learner:
         return self.hub.wait_finished()  # the workers fetch the last weights from this process
 
 
-def step_plan(config: Config, step: int, groups: Sequence[Group]) -> StepPlan:
+def step_plan(config: Config, step: int, groups: Sequence[Group], calibration: Calibration) -> StepPlan:
     """All that decides what step `step` does with its groups; durable before the first forward."""
     return StepPlan(
         step=step,
         groups=tuple(group.group for group in groups),
         minibatch_seed=derive_seed(config.run.seed, "minibatches", step),
-        clip_low=config.learner.clip_low,
-        clip_high=config.learner.clip_high,
+        clip=clip_range(config.clip, calibration),
+        calibration=calibration,
     )
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from learner.calibration import log_bounds
+from shared.records import ClipRange
+
 # Above this log-ratio exp is continued by its tangent: e^20 = 4.9e8 is far outside anything a run can recover from.
 LOG_RATIO_CEILING = 20.0
 
@@ -64,8 +67,7 @@ def gspo(
     lengths_S: Tensor,
     advantages_S: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip: ClipRange,
     num_sequences: int,
 ) -> tuple[Tensor, ObjectiveMetrics]:
     """Group Sequence Policy Optimization, arXiv 2507.18071, equations 5 to 7.
@@ -73,8 +75,9 @@ def gspo(
         log s_i = (sum_t log pi_theta(y_it | x, y_i<t) - log pi_behavior(y_i | x)) / |y_i|
         loss    = - sum_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i) / num_sequences
 
-    The minimum is one-sided for each sign of A, so it is taken on log s, before any exp:
-    A > 0: A exp(min(log s, log(1 + clip_high))); A < 0: A exp(max(log s, log(1 - clip_low))).
+    The minimum is one-sided for each sign of A, so it is taken on log s, before any exp. With the ends of the range of
+    a sequence of T tokens (`learner.calibration.log_bounds`; log(1 - clip_low) and log(1 + clip_high) where engine and
+    learner do not differ): A > 0: A exp(min(log s, upper)); A < 0: A exp(max(log s, lower)).
 
     For A < 0 the equation has no upper bound. It is kept as it is up to `LOG_RATIO_CEILING`; above, exp is continued
     by its tangent, so that such a sequence is still pushed down but can neither overflow nor, through inf - inf or
@@ -87,8 +90,7 @@ def gspo(
         behavior_loglik_S: float64 [S], nats, sequence log-likelihood of the policy that sampled them.
         lengths_S: int64 [S], completion tokens of each sequence, all > 0, summing to T.
         advantages_S: float64 [S], one per sequence.
-        clip_low: width of the clip range below 1, in (0, 1).
-        clip_high: width of the clip range above 1, > 0.
+        clip: the step's clip range.
         num_sequences: scored, non-empty sequences of the whole mini-batch, those with A = 0 included.
 
     Returns:
@@ -102,10 +104,10 @@ def gspo(
     loglik_S = sum_sequences(logprobs_T, lengths_S)
     log_ratio_S = (loglik_S - behavior_loglik_S.double()) / lengths_S
     advantages_S = advantages_S.double()
-    low, high = math.log1p(-clip_low), math.log1p(clip_high)
-    bounded_S = torch.where(advantages_S > 0, log_ratio_S.clamp(max=high), log_ratio_S.clamp(min=low))
+    low_S, high_S = (torch.from_numpy(b).to(log_ratio_S.device) for b in log_bounds(clip, lengths_S.cpu().numpy()))
+    bounded_S = torch.where(advantages_S > 0, log_ratio_S.minimum(high_S), log_ratio_S.maximum(low_S))
     loss = -(advantages_S * _bounded_exp(bounded_S)).sum() / num_sequences
-    return loss, _metrics(log_ratio_S.detach(), advantages_S, low, high, num_tokens=len(logprobs_T))
+    return loss, _metrics(log_ratio_S.detach(), advantages_S, low_S, high_S, num_tokens=len(logprobs_T))
 
 
 def sum_sequences(values_T: Tensor, lengths_S: Tensor) -> Tensor:
@@ -120,14 +122,16 @@ def _bounded_exp(x: Tensor) -> Tensor:
     return torch.where(x > LOG_RATIO_CEILING, tangent, x.clamp(max=LOG_RATIO_CEILING).exp())
 
 
-def _metrics(log_ratio_S: Tensor, advantages_S: Tensor, low: float, high: float, num_tokens: int) -> ObjectiveMetrics:
+def _metrics(
+    log_ratio_S: Tensor, advantages_S: Tensor, low_S: Tensor, high_S: Tensor, num_tokens: int
+) -> ObjectiveMetrics:
     positive_S, negative_S = advantages_S > 0, advantages_S < 0
     return ObjectiveMetrics(
         num_positive=int(positive_S.sum()),
         num_negative=int(negative_S.sum()),
         num_zero=int((advantages_S == 0).sum()),
-        num_clipped_positive=int((positive_S & (log_ratio_S > high)).sum()),
-        num_clipped_negative=int((negative_S & (log_ratio_S < low)).sum()),
+        num_clipped_positive=int((positive_S & (log_ratio_S > high_S)).sum()),
+        num_clipped_negative=int((negative_S & (log_ratio_S < low_S)).sum()),
         sum_log_ratio=float(log_ratio_S.sum()),
         sum_sq_log_ratio=float(log_ratio_S.square().sum()),
         max_abs_log_ratio=float(log_ratio_S.abs().max()),

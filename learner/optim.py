@@ -1,4 +1,4 @@
-"""AdamW over float32 master weights, gradient clipping, and the learning-rate schedule.
+"""AdamW over float32 master weights, gradient clipping, the learning-rate schedule, and the loss scale of float16.
 
 Never trains on a gradient that is not finite: such an update is skipped, reported, and leaves weights, moments and
 schedule as they were.
@@ -13,6 +13,10 @@ from torch import Tensor
 from learner.policy import Policy
 from shared.config import Config
 from shared.errors import ConfigError
+
+# Gradients of activations pass through float16, which has no value between 0 and 6e-8: the loss is multiplied by this.
+FLOAT16_LOSS_SCALE = 4096.0
+_LOSS_SCALE = "loss_scale"
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,18 @@ def lr_at(update: int, *, lr: float, warmup_updates: int, schedule: str, total_u
 
 
 class Optimizer:
-    """AdamW with clipping and schedule. `num_updates` counts applied updates and drives the schedule."""
+    """AdamW with clipping and schedule. `num_updates` counts applied updates and drives the schedule.
+
+    Losses are to be multiplied by `loss_scale` before they are propagated: 1 but in float16, where it is halved each
+    time that a gradient is not finite.
+    """
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._parameters = dict(policy.named_parameters())
         self._config = config.learner
         self._total_updates = config.learner.steps * config.learner.minibatches
         self.num_updates = 0
+        self.loss_scale = FLOAT16_LOSS_SCALE if config.model.mode.autocast == "float16" else 1.0
         # Norm gains and biases (one-dimensional) are not decayed.
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
         vectors = [p for p in self._parameters.values() if p.ndim <= 1]
@@ -72,6 +81,8 @@ class Optimizer:
             total_updates=self._total_updates,
         )
         parameters = [p for p in self._parameters.values() if p.grad is not None]
+        if self.loss_scale != 1.0:
+            torch._foreach_div_([p.grad for p in parameters if p.grad is not None], self.loss_scale)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         applied = bool(torch.isfinite(norm))
         if applied:
@@ -80,6 +91,8 @@ class Optimizer:
                 group["lr"] = lr
             self._adamw.step()
             self.num_updates += 1
+        else:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
         self.clear_gradients()
         return UpdateResult(float(norm), lr, applied)
 
@@ -87,14 +100,18 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments and step counts as "<parameter name>/<key>", for a safetensors checkpoint."""
+        """Moments and step counts as "<parameter name>/<key>", and the loss scale, for a safetensors checkpoint."""
         state = self._adamw.state
-        return {f"{name}/{key}": value for name, p in self._parameters.items() for key, value in state[p].items()}
+        tensors = {f"{name}/{key}": value for name, p in self._parameters.items() for key, value in state[p].items()}
+        return tensors | ({_LOSS_SCALE: torch.tensor(self.loss_scale)} if self.loss_scale != 1.0 else {})
 
     def load_state_tensors(self, tensors: dict[str, Tensor], num_updates: int) -> None:
         """Restore `state_tensors` and the number of updates. ValueError when a tensor belongs to no parameter."""
         self._adamw.state.clear()
+        self.loss_scale = float(tensors.get(_LOSS_SCALE, 1.0))
         for full_name, value in tensors.items():
+            if full_name == _LOSS_SCALE:
+                continue
             name, _, key = full_name.rpartition("/")
             if name not in self._parameters:
                 raise ValueError(f"optimizer state {full_name!r} belongs to no parameter: it is of another model")

@@ -4,9 +4,10 @@ Owns the transformers model (float32 master weights). Everything that would make
 dropout and router noise (evaluation mode), the cache. Nothing is downloaded and no code from a model folder runs.
 """
 
+import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,20 @@ from learner.folders import staged_folder
 from learner.logprobs import completion_logprobs
 from learner.model_check import can_share_prompts, check_plain_head
 from learner.packing import MicroBatch
-from shared.config import Config
+from shared.config import Config, PrecisionMode
 from shared.errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
 COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
 class Policy:
     """A causal language model with float32 weights and how to run it. Made by `Policy.load`."""
 
-    def __init__(self, model: PreTrainedModel, source: Path, autocast_dtype: torch.dtype | None) -> None:
+    def __init__(self, model: PreTrainedModel, source: Path, mode: PrecisionMode) -> None:
         self.model = model
         self.source = source
-        self.autocast_dtype = autocast_dtype
+        self.mode = mode
         check_plain_head(model)
         self.shares_prompts = can_share_prompts(model)
 
@@ -50,7 +52,9 @@ class Policy:
         model = _read_weights(source, model_config).to(device).eval()
         if config.learner.activation_checkpointing:
             _enable_checkpointing(model)
-        return cls(model, source, choose_autocast(config.learner.autocast, device, model_config))
+        if is_emulated(config.model.mode, device):
+            _LOG.warning("model.precision = %s: this CPU emulates it, float32 is faster here", config.model.precision)
+        return cls(model, source, config.model.mode)
 
     @property
     def device(self) -> torch.device:
@@ -61,13 +65,16 @@ class Policy:
         return self.model.named_parameters()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        enabled = self.autocast_dtype is not None
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=enabled)
+        if self.mode.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=getattr(torch, self.mode.autocast))
 
     def completion_logprobs(self, micro_batch: MicroBatch, temperature: float, chunk_tokens: int) -> Tensor:
         """`learner.logprobs.completion_logprobs` in this policy's precision: float32 [T], nats."""
         with self.autocast():
-            return completion_logprobs(self.model, micro_batch, temperature, chunk_tokens)
+            return completion_logprobs(
+                self.model, micro_batch, temperature, chunk_tokens, float32_head=self.mode.float32_head
+            )
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, float32 tensor) as `save_pretrained` would write them; tied weights once, experts one by one.
@@ -105,26 +112,16 @@ def choose_device(setting: str) -> torch.device:
     return device
 
 
-def choose_autocast(setting: str, device: torch.device, model_config: Any) -> torch.dtype | None:
-    """The autocast type for `learner.autocast`, None for plain float32.
+def is_emulated(mode: PrecisionMode, device: torch.device) -> bool:
+    """Whether the learner's matrix products in this mode are slower than in float32: no hardware multiplies the type.
 
-    "auto" takes bfloat16 where the hardware multiplies it: on such CPUs (avx512_bf16, AMX) a dense model trains 1.5
-    to 1.7 times as fast on one core as in float32; without, bfloat16 is emulated. MoE models stay float32 on a CPU.
+    CPUs multiply bfloat16 with avx512_bf16 or AMX; then a dense model trains 1.5 to 1.7 times as fast as in float32.
     """
-    if setting == "bfloat16":
-        return torch.bfloat16
-    if setting == "off":
-        return None
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if has_bf16 and num_experts(model_config) <= 1 else None
-
-
-def num_experts(model_config: Any) -> int:
-    """Experts per layer by the names model configurations use; 0 for a dense model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return max(int(getattr(model_config, name, None) or 0) for name in names)
+    if mode.autocast is None or device.type != "cpu":
+        return False
+    if mode.autocast == "float16":
+        return not torch.cpu._is_amx_fp16_supported()
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def _read_config(source: Path) -> Any:

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from learner.packing import pack
 from learner.policy import Policy
+from learner.probe import make_probe
+from learner.routing import experts_counted
 from shared.config import Config
 from shared.errors import WeightSyncError
 from shared.records import Group, Manifest, ProbeSequence, Publication, TensorEntry
@@ -67,28 +68,6 @@ def _engine_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast.cpu().clone(memory_format=torch.contiguous_format)
 
 
-@torch.no_grad()
-def make_probe(
-    policy: Policy, groups: Sequence[Group], num: int, *, max_tokens: int, micro_batch_tokens: int, chunk_tokens: int
-) -> tuple[ProbeSequence, ...]:
-    """The first `num` non-empty rollouts with the policy's own log-probabilities at temperature 1.
-
-    Prompt and completion are cut after `max_tokens`, the most that the engine can score. They are computed in the
-    precision the policy trains in, each sequence in a row of its own.
-    """
-    rollouts = ((g.prompt_ids, r.completion_ids) for g in groups for r in g.rollouts)
-    cut = ((prompt, completion[: max(0, max_tokens - len(prompt))]) for prompt, completion in rollouts)
-    sequences = [(prompt, completion) for prompt, completion in cut if len(completion)][:num]
-    probe: list[ProbeSequence | None] = [None] * len(sequences)
-    for batch in pack(sequences, micro_batch_tokens, share_prompts=False):
-        logprobs_T = policy.completion_logprobs(batch, 1.0, chunk_tokens).cpu()
-        for index, logprobs in zip(batch.indices_S, logprobs_T.split(batch.lengths_S.tolist()), strict=True):
-            prompt, completion = sequences[index]
-            token_ids = np.concatenate([prompt, completion]).astype(np.int32)
-            probe[index] = ProbeSequence(token_ids, first=len(prompt), logprobs=logprobs.numpy().copy())
-    return tuple(p for p in probe if p is not None)
-
-
 def published_digest(policy: Policy, config: Config) -> str:
     """`shared.weights.weights_digest` of the policy's weights as this run publishes them, in the engine's type."""
     manifest, _ = _current_parts(policy, config, version=0, weights_version=0)
@@ -110,7 +89,8 @@ def _current_parts(
 class Publisher:
     """Turns the policy into publications: buckets in Ray's object store, kept alive until the next ones replace them.
 
-    `digest` is that of the weights last published (`shared.weights.weights_digest`).
+    `digest` is that of the weights last published (`shared.weights.weights_digest`). `num_unmet_experts`: experts that no
+    token of their probe was routed to, so that it says nothing about them; None for a dense model.
     """
 
     def __init__(self, policy: Policy, config: Config, incarnation: int = 0) -> None:
@@ -119,6 +99,7 @@ class Publisher:
         self._incarnation = incarnation
         self._manifest: Manifest | None = None
         self._references: tuple[Any, ...] = ()
+        self.num_unmet_experts: int | None = None
 
     @property
     def digest(self) -> str:
@@ -150,11 +131,15 @@ class Publisher:
 
     def _probe(self, groups: Sequence[Group]) -> tuple[ProbeSequence, ...]:
         learner = self._config.learner
-        return make_probe(
-            self._policy,
-            groups,
-            self._config.sync.probe_sequences,
-            max_tokens=self._config.rollout.max_model_len - 1,  # scoring samples one token more
-            micro_batch_tokens=learner.micro_batch_tokens,
-            chunk_tokens=learner.logprob_chunk_tokens,
-        )
+        with experts_counted(self._policy.model) as count:
+            probe = make_probe(
+                self._policy,
+                groups,
+                self._config.sync.probe_sequences,
+                max_tokens=self._config.rollout.max_model_len - 1,  # scoring samples one token more
+                micro_batch_tokens=learner.micro_batch_tokens,
+                chunk_tokens=learner.logprob_chunk_tokens,
+                count=count,
+            )
+        self.num_unmet_experts = count.num_unmet if count.num_experts and probe else None
+        return probe

@@ -6,6 +6,7 @@ out are the current version's from now on, in a new incarnation, and every worke
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +16,11 @@ from learner.policy import Policy
 from learner.publish import Publisher
 from learner.redo import redo_step
 from learner.report import step_metrics
+from learner.step import calibration_after
 from shared.config import Config
 from shared.hub import MetricRow
 from shared.metrics import as_row
-from shared.records import Publication, RecordedStep, ResumePoint
+from shared.records import Calibration, Publication, RecordedStep, ResumePoint
 from shared.schema import decode_group
 from shared.spans import Recorder, Timing
 
@@ -34,21 +36,32 @@ class Hub(Protocol):
     def log_metrics(self, row: MetricRow) -> None: ...
 
 
-def recover(config: Config, checkpoints: Path, hub: Hub, point: ResumePoint) -> tuple[Policy, Optimizer, Publisher]:
-    """Policy and optimizer at `point.version`, whose weights are published when this returns."""
+@dataclass(frozen=True)
+class Recovered:
+    """The state at the version where the learner goes on."""
+
+    policy: Policy
+    optimizer: Optimizer
+    publisher: Publisher
+    calibration: Calibration
+
+
+def recover(config: Config, checkpoints: Path, hub: Hub, point: ResumePoint) -> Recovered:
+    """The state at `point.version`, whose weights are published when this returns."""
+    calibration = Calibration()
     path = find_checkpoint(checkpoints, point.version)
     if path is None:
         policy, version = Policy.load(config), 0
         optimizer = Optimizer(policy, config)
     else:
         policy, optimizer, state = load_checkpoint(path, config)
-        version = state.version
+        version, calibration = state.version, state.calibration
     publisher = Publisher(policy, config, point.incarnation)
     if point.version == 0:
-        return policy, optimizer, publisher
+        return Recovered(policy, optimizer, publisher, calibration)
     _LOG.info("version %d from %s, training steps %d to %d again", version, path, version, point.version - 1)
     for step in range(version, point.version):
-        _redo(config, policy, optimizer, hub, step)
+        calibration = _redo(config, policy, optimizer, hub, step)
     last = hub.recorded_step(point.version - 1)
     groups = [decode_group(payload) for payload in last.groups]
     publication = publisher.next(point.version, groups, changed=True)
@@ -56,13 +69,16 @@ def recover(config: Config, checkpoints: Path, hub: Hub, point: ResumePoint) -> 
         _LOG.warning("these are not the weights of before (%s, now %s)", last.weights_digest, publisher.digest)
         publication = publisher.renew(hub.replace_weights(publisher.digest))
     hub.publish(publication)
-    return policy, optimizer, publisher
+    return Recovered(policy, optimizer, publisher, calibration)
 
 
-def _redo(config: Config, policy: Policy, optimizer: Optimizer, hub: Hub, step: int) -> None:
+def _redo(config: Config, policy: Policy, optimizer: Optimizer, hub: Hub, step: int) -> Calibration:
+    """Train the step again; the calibration that it leaves."""
     recorded = hub.recorded_step(step)
     with Recorder("learner").span("redo", step) as trained:
         result = redo_step(policy, optimizer, recorded, config)
     groups = [decode_group(payload) for payload in recorded.groups]
     timings = {"stepped": trained, "waited": Timing(), "trained": trained, "published": Timing()}
-    hub.log_metrics(as_row(step_metrics(step, groups, result, **timings)))  # in case a kill came before it was logged
+    # In case a kill came before it was logged.
+    hub.log_metrics(as_row(step_metrics(recorded.plan, groups, result, unmet_experts=None, **timings)))
+    return calibration_after(recorded.plan, result, config)

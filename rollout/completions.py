@@ -7,13 +7,14 @@ log-probability of a token is looked up by the sampled token's id: a position ma
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from rollout.segments import check_spans
 from shared.errors import RolloutRejected
 from shared.protocols import Completion
-from shared.records import FinishReason, Float32Array
+from shared.records import Float32Array
 
 Position = Mapping[int, float | None]
 
@@ -59,9 +60,32 @@ def _version(label: str) -> int:
     return int(label)
 
 
-def _finish(reason: str | None) -> FinishReason:
-    if reason == "stop":
-        return "stop"
-    if reason == "length":
-        return "length"
-    raise RolloutRejected(f"the engine ended the completion with {reason!r} instead of stop or length.")
+def _finish(reason: str | None) -> Literal["stop", "length", "abort"]:
+    match reason:
+        case "stop" | "length" | "abort":
+            return reason
+    raise RolloutRejected(f"the engine ended the completion with {reason!r} instead of stop, length or abort.")
+
+
+NOTHING = Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
+
+
+def cut(completion: Completion, num_tokens: int) -> Completion:
+    """Its first `num_tokens` tokens; fewer than there are make it an unfinished one."""
+    if num_tokens == len(completion.token_ids):
+        return completion
+    spans = tuple((v, start, min(end, num_tokens)) for v, start, end in completion.version_spans if start < num_tokens)
+    return Completion(completion.token_ids[:num_tokens], completion.logprobs[:num_tokens], spans, "abort")
+
+
+def joined(head: Completion, tail: Completion) -> Completion:
+    """The completion of which `tail` continues `head`: it ends as `tail` does.
+
+    Spans of one version that meet are one span: (3, 0, 10) and (3, 0, 5) give (3, 0, 15).
+    """
+    num_tokens, spans = len(head.token_ids), list(head.version_spans)
+    for version, start, end in tail.version_spans:
+        first = spans.pop()[1] if spans and spans[-1][0] == version else start + num_tokens
+        spans.append((version, first, end + num_tokens))
+    ids, logprobs = (head.token_ids, tail.token_ids), (head.logprobs, tail.logprobs)
+    return Completion(np.concatenate(ids), np.concatenate(logprobs), tuple(spans), tail.finish_reason)

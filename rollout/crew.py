@@ -1,6 +1,6 @@
 """The rollout service's workers: starts each as a Ray actor, replaces those that die, ends all of them.
 
-A worker whose process or engine died, or whose weights could not be loaded, is replaced as long as the run goes on in
+A worker whose process or engine died, or whose weights were refused twice, is replaced as long as the run goes on in
 between; any other error of a worker is a fault of the run and ends the service. Gate: whatever a worker held is back
 with the hub before its successor starts.
 """

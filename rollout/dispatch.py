@@ -2,7 +2,7 @@
 
 A seed is a hash of everything that names a request, so that no two requests of a run share a random stream: counting
 seeds up from a base (`seed + i`) would make neighbouring prompts draw the same numbers, and reusing a seed after a
-retry would repeat the first tokens.
+retry or a cut would repeat the first tokens.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,25 @@ from shared.seeds import derive_seed
 
 
 def rollout_request(
-    config: Config, ticket: Ticket, member: int, request_count: int, prompt_ids: Sequence[int], active_version: int
+    config: Config,
+    ticket: Ticket,
+    member: int,
+    request_count: int,
+    prompt_ids: Sequence[int],
+    active_version: int,
+    kept_ids: Sequence[int] = (),
 ) -> GenerateRequest:
     """The request for member `member` of a group; `request_count` counts requests made for it, from 0.
 
-    The token budget never exceeds what the context leaves. ValueError when the prompt alone fills the context.
+    `kept_ids`: tokens that it already has, fewer than its token budget; the request continues them. The budget never
+    exceeds what the context leaves. ValueError when the prompt alone fills the context.
     """
     group = ticket.group
     numbers = (group.number, group.replacement, ticket.attempt, member, request_count)
     return GenerateRequest(
         request_id="-".join(map(str, numbers)),
-        prompt_ids=prompt_ids,
-        max_tokens=token_budget(config, len(prompt_ids)),
+        prompt_ids=(*prompt_ids, *kept_ids),
+        max_tokens=token_budget(config, len(prompt_ids)) - len(kept_ids),
         temperature=config.sampling.temperature,
         seed=derive_seed(config.run.seed, "rollout", *numbers),
         cache_salt=str(active_version),

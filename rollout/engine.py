@@ -4,7 +4,7 @@ What an option does is decided by pure functions (`engine_args`, `sampling_param
 carries it out. Nothing is taken from the model's generation_config.json except further end-of-sequence ids. Weights
 change in one order: check, pause (requests kept), load, label, reset the prefix cache with running requests (their
 tokens stay, their cache is computed again under the new weights), resume. A token's log-probability is therefore
-exactly that of the version it is labeled with.
+exactly that of the version it is labeled with. Where the old weights were wrong, the pause ends all requests instead.
 
 A load that is refused leaves the old version serving. A load that fails half-way leaves a model of two versions: the
 engine then ends all its requests and refuses to serve until a later `load` succeeds in full.
@@ -22,7 +22,7 @@ from rollout.engine_start import engine_args, engine_environment, start_error
 from rollout.weight_receiver import HALF_WRITTEN
 from shared.config import Config
 from shared.errors import EngineDied, RolloutRejected, RunFailed, WeightSyncError
-from shared.protocols import Completion, GenerateRequest
+from shared.protocols import Completion, GenerateRequest, RequestsInLoad
 from shared.records import Float32Array, Manifest
 from shared.weights import SAFETENSORS_DTYPES, check_manifest
 
@@ -98,7 +98,7 @@ class VllmEngine:
         return engine
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Sample one completion. RolloutRejected when its log-probabilities cannot be trusted.
+        """Sample one completion, or what there is of it when a load ends it. RolloutRejected when it cannot be trusted.
 
         vLLM ends the request when this call is canceled. EngineDied when a process of the engine ends meanwhile.
         """
@@ -115,7 +115,8 @@ class VllmEngine:
     async def score(self, token_ids: Sequence[int], first: int) -> Float32Array:
         """Log-probabilities (nats, temperature 1, no prefix cache) of `token_ids[first:]` under the active weights.
 
-        ValueError when `first` is not in [1, len]; RolloutRejected when the engine's context is too short for them.
+        ValueError when `first` is not in [1, len]; RolloutRejected when the engine's context is too short for them,
+        one of them cannot be trusted, or a load ended the request.
         """
         if not 1 <= first <= len(token_ids):
             raise ValueError(f"first = {first}: only tokens 1 .. {len(token_ids)} have something to be predicted from.")
@@ -128,10 +129,13 @@ class VllmEngine:
         output = await self._run(f"score-{self._num_scores}", token_ids, scoring_params(), cache_salt="score")
         return sampled_logprobs(token_ids[first:], _positions(output.prompt_logprobs[first:]))
 
-    async def load(self, manifest: Manifest, files: Sequence[Path]) -> dict[str, float]:
-        """Swap to the manifest's weights, read from one staged safetensors file per bucket; requests keep running.
+    async def load(
+        self, manifest: Manifest, files: Sequence[Path], requests: RequestsInLoad = "recompute"
+    ) -> dict[str, float]:
+        """Swap to the manifest's weights, read from one staged safetensors file per bucket.
 
-        With no files, only the version label moves. Returns seconds by part: pause_s, load_s, resume_s.
+        Running requests go on under the new weights, or, with "abort", end at once and return what they have. With no
+        files, only the version label moves. Returns seconds by part: pause_s, load_s, resume_s.
         WeightSyncError when the weights are refused; the engine then still serves the old version, or, when the
         message says half-written, nothing until a load succeeds. EngineDied when a process of it ends meanwhile.
         """
@@ -139,7 +143,7 @@ class VllmEngine:
             check_manifest(manifest)
             check_coverage(self._expected, self._dtype, ((t.name, t.dtype, t.shape) for t in manifest.tensors))
         # A cancelled caller must not leave the engine paused in the middle of an update.
-        return await asyncio.shield(asyncio.ensure_future(self._load_while_alive(manifest.version, files)))
+        return await asyncio.shield(asyncio.ensure_future(self._load_while_alive(manifest.version, files, requests)))
 
     async def close(self) -> None:
         """End every process of the engine. Idempotent."""
@@ -166,9 +170,11 @@ class VllmEngine:
             raise WeightSyncError("a load failed half-way while this request ran; its tokens were thrown away.")
         return final
 
-    async def _load_while_alive(self, version: int, files: Sequence[Path]) -> dict[str, float]:
+    async def _load_while_alive(
+        self, version: int, files: Sequence[Path], requests: RequestsInLoad
+    ) -> dict[str, float]:
         """`_load`, which alone would wait forever: vLLM 0.32 never answers a call that its process died over."""
-        loading = asyncio.ensure_future(self._load(version, files))
+        loading = asyncio.ensure_future(self._load(version, files, requests))
         while not loading.done() and not self._live().errored:
             await asyncio.wait({loading}, timeout=ALIVE_POLL_S)
         if not loading.done():
@@ -178,7 +184,7 @@ class VllmEngine:
             raise EngineDied(DIED_LOADING) from error
         return loading.result()
 
-    async def _load(self, version: int, files: Sequence[Path]) -> dict[str, float]:
+    async def _load(self, version: int, files: Sequence[Path], requests: RequestsInLoad) -> dict[str, float]:
         async with self._loading:
             llm = self._live()
             if not files:
@@ -186,7 +192,7 @@ class VllmEngine:
                 await llm.update_weight_version(str(version))
                 return {"pause_s": 0.0, "load_s": 0.0, "resume_s": 0.0}
             started_s = time.monotonic()
-            await llm.pause_generation(mode="keep", clear_cache=False)
+            await llm.pause_generation(mode="keep" if requests == "recompute" else "abort", clear_cache=False)
             paused_s = time.monotonic()
             try:
                 await self._replace_weights(llm, version, files)

@@ -4,6 +4,10 @@ A completion whose log-probabilities cannot be trusted is sampled again with a n
 `rollout.max_attempts` the group is given up with its reason. So is a group that takes longer than
 `rollout.group_timeout_s`: its requests are canceled, which ends them in the engine, and its reward function, which
 cannot be ended, is left behind in a thread of its own that nobody waits for.
+
+Gate: every token of a group was sampled under weights that were released (rollout.verify). Where they were refused, a
+completion is cut before its first token under them; another request, with a new seed, continues what is left of it
+within the same token budget.
 """
 
 import asyncio
@@ -14,10 +18,12 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from rollout.dispatch import rollout_request
+from rollout.completions import NOTHING, cut, joined
+from rollout.dispatch import rollout_request, token_budget
 from rollout.prompts import Prompt
 from rollout.rewards import RewardFunction, Sample, score
 from rollout.segments import build_segments
+from rollout.verify import Verdicts
 from shared.config import Config
 from shared.errors import GroupTimeout, RolloutRejected
 from shared.protocols import Completion, Engine
@@ -36,7 +42,7 @@ class Decoder(Protocol):
 
 
 class GroupGenerator:
-    """Generates groups on one engine."""
+    """Generates groups on one engine, on whose loads there are `verdicts`."""
 
     def __init__(
         self, config: Config, engine: Engine, decoder: Decoder, reward: RewardFunction, recorder: Recorder
@@ -46,6 +52,7 @@ class GroupGenerator:
         self._decoder = decoder
         self._reward = reward
         self._recorder = recorder
+        self.verdicts = Verdicts()
 
     async def generate(self, ticket: Ticket, prompt: Prompt, active_version: int) -> Group:
         """Sample and score the group of `ticket`.
@@ -66,7 +73,7 @@ class GroupGenerator:
         """The group; `finished` gets each member that has been sampled, while this runs."""
 
         async def sample(member: int) -> Sampled:
-            sampled = await self._sample(ticket, member, prompt, active_version)
+            sampled = await self._sample(ticket, member, prompt)
             finished.append(member)
             return sampled
 
@@ -96,14 +103,29 @@ class GroupGenerator:
         ]
         return await _in_own_thread(lambda: score(self._reward, samples, prompt.problem.answer))
 
-    async def _sample(self, ticket: Ticket, member: int, prompt: Prompt, active_version: int) -> Sampled:
-        for num_rejected in range(self._config.rollout.max_attempts):
-            request = rollout_request(self._config, ticket, member, num_rejected, prompt.token_ids, active_version)
+    async def _sample(self, ticket: Ticket, member: int, prompt: Prompt) -> Sampled:
+        kept, num_rejected, num_cuts = NOTHING, 0, 0
+        budget = token_budget(self._config, len(prompt.token_ids))
+        while kept.finish_reason == "abort" and len(kept.token_ids) < budget:
             try:
-                return await self._engine.generate(request), num_rejected
-            except RolloutRejected as error:
-                reason = error
-        raise reason
+                completion = await self._request(ticket, member, num_rejected + num_cuts, prompt, kept)
+            except RolloutRejected:
+                num_rejected += 1
+                if num_rejected >= self._config.rollout.max_attempts:
+                    raise
+                continue
+            kept, num_cuts = joined(kept, completion), num_cuts + 1
+        return kept, num_rejected
+
+    async def _request(self, ticket: Ticket, member: int, count: int, prompt: Prompt, kept: Completion) -> Completion:
+        """One request that continues `kept`, as far as it was sampled under released weights. RolloutRejected."""
+        begun = await self.verdicts.begin()
+        kept_ids = kept.token_ids.tolist()
+        request = rollout_request(
+            self._config, ticket, member, count, prompt.token_ids, begun.version, kept_ids=kept_ids
+        )
+        completion = await self._engine.generate(request)
+        return cut(completion, await self.verdicts.num_released(begun, completion.version_spans))
 
     def _timeout_text(self, ticket: Ticket, num_finished: int) -> str:
         limit_s, num_members = self._config.rollout.group_timeout_s, self._config.sampling.group_size
@@ -120,7 +142,7 @@ class GroupGenerator:
             completion_ids=completion.token_ids,
             behavior_logprobs=completion.logprobs if self._config.rollout.payload == "token" else None,
             segments=build_segments(completion.version_spans, completion.logprobs),
-            finish_reason=completion.finish_reason,
+            finish_reason="stop" if completion.finish_reason == "stop" else "length",
             reward=reward,
             reward_parts={} if reward is None else {self._config.reward.function: reward},
         )

@@ -19,10 +19,10 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 class PrecisionMode:
     """What both sides compute in.
 
-    `engine`: weights and activations of the engine, and the type in which weights are published. `autocast`: type of the
-    learner's matrix products, whose master weights are float32; None for float32 throughout. `float32_head`: the learner
-    computes logits in float32. `max_mismatch`: root mean square of log pi_learner - log pi_engine (nats a token) at equal
-    weights above which one of the two must be wrong; three to four times what is measured (docs/gspo.md).
+    `engine`: weights and activations of the engine, and the type in which weights are published. `autocast`: type of
+    the learner's matrix products, whose master weights are float32; None for float32 throughout. `float32_head`: the
+    learner computes logits in float32. `max_mismatch`: root mean square of log pi_learner - log pi_engine (nats a
+    token) at equal weights above which one of the two must be wrong; some four times what is measured (docs/gspo.md).
     """
 
     engine: DTypeName
@@ -166,9 +166,9 @@ class LearnerConfig(Section):
     def _ratio_can_move(self) -> Self:
         if self.anchor == "recompute" and self.minibatches == 1:
             raise ValueError(
-                "learner.anchor = recompute with learner.minibatches = 1 makes every ratio 1: nothing is ever clipped and "
-                "what the engine did differently goes unseen. Set learner.minibatches to 2 or more, or learner.anchor = "
-                "engine."
+                "learner.anchor = recompute with learner.minibatches = 1 makes every ratio 1: nothing is ever clipped "
+                "and what the engine did differently goes unseen. Set learner.minibatches to 2 or more, or "
+                "learner.anchor = engine."
             )
         return self
 
@@ -226,7 +226,7 @@ class Config(Section):
 
     @property
     def max_mismatch(self) -> float:
-        """Root mean square difference of the sides' log-probabilities at equal weights that is refused; nats a token."""
+        """Root mean square of engine against learner at equal weights above which it is refused; nats a token."""
         return self.sync.max_mismatch or self.model.mode.max_mismatch
 
     @model_validator(mode="after")

@@ -28,6 +28,10 @@ class WeightSyncError(SeqrelayError):
     """A weight update was refused: digest, coverage, name, shape or space. The engine keeps its old version."""
 
 
+class WeightsRefused(WeightSyncError):
+    """A worker got wrong weights twice in a row and serves no more; names worker, version, check and figures."""
+
+
 class WeightsLost(SeqrelayError):
     """A publication's buckets can no longer be fetched: the learner that held them is gone. The next one counts."""
 

@@ -29,6 +29,7 @@ from shared.records import (
     RecordedStep,
     Report,
     ResumePoint,
+    SamplingReport,
     Span,
     StepPlan,
     SyncReport,
@@ -134,16 +135,20 @@ class Hub:
             self._core.save([ticket])
 
     async def report(self, reports: Sequence[Report]) -> None:
-        """Append to spans, syncs, probes and evaluations.jsonl. A second result of one evaluation is left out.
+        """Append to spans, syncs, probes, checks and evaluations.jsonl. A second result of one evaluation is left out.
 
         A worker that reports a sync is served at its new version at once, also in a poll that it began at the old one.
+        Weights that it refused are an event.
         """
         with self._core.durable():
             self._core.files["spans"].append(asdict(r) for r in reports if isinstance(r, Span))
             self._core.files["syncs"].append(asdict(r) for r in reports if isinstance(r, SyncReport))
             self._core.files["probes"].append(asdict(r) for r in reports if isinstance(r, ProbeReport))
+            self._core.files["checks"].append(asdict(r) for r in reports if isinstance(r, SamplingReport))
         for sync in (r for r in reports if isinstance(r, SyncReport)):
             self._core.seen(sync.worker_id, sync.version)
+        for probe in (r for r in reports if isinstance(r, ProbeReport)):
+            self._core.note_probe(probe)
         for result in (r for r in reports if isinstance(r, EvalReport)):
             if self._core.evaluations.finish(result.version):
                 with self._core.durable():
@@ -211,6 +216,14 @@ class Hub:
         self._core.look_for_the_lost()
         groups = await self._core.poll(lambda: self._take_now(step))
         return Taken(groups) if groups is not None else Taken(None, self._core.waiting_for(step))
+
+    async def probes(self, learner_id: str, since_version: int) -> list[ProbeReport]:
+        """The workers' verdicts on `since_version` and later ones, refusals too, by version (`RecentProbes`).
+
+        A hub that was killed knows none of those before.
+        """
+        self._require(learner_id)
+        return self._core.probes.since(since_version)
 
     async def begin_step(self, learner_id: str, plan: StepPlan) -> None:
         self._require(learner_id)

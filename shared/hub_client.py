@@ -22,7 +22,19 @@ from shared.errors import HubError, RunFailed, SeqrelayError
 from shared.hub import MetricRow
 from shared.hub_start import connect, find_hub
 from shared.hub_state import HubStatus, LearnerOrders, Taken
-from shared.records import Identity, Publication, RecordedStep, Report, ResumePoint, Span, StepPlan, Ticket, Work
+from shared.records import (
+    Identity,
+    ProbeReport,
+    Publication,
+    RecordedStep,
+    Report,
+    ResumePoint,
+    SamplingReport,
+    Span,
+    StepPlan,
+    Ticket,
+    Work,
+)
 from shared.stopping import StopRequest
 
 _LOG = logging.getLogger(__name__)
@@ -181,9 +193,13 @@ class LearnerHubClient:
         """Append the step's record to metrics.jsonl, unless it is there. HubError on NaN or infinity."""
         self._call("log_metrics", self._learner_id, row)
 
-    def report(self, spans: Sequence[Span]) -> None:
-        """Append to spans.jsonl."""
-        self._call("report", spans)
+    def report(self, reports: Sequence[Span | SamplingReport]) -> None:
+        """Append to spans.jsonl and checks.jsonl."""
+        self._call("report", reports)
+
+    def probes(self, since_version: int) -> list[ProbeReport]:
+        """The workers' verdicts on the weights of `since_version` and later versions, as far as the hub has them."""
+        return self._call("probes", self._learner_id, since_version)
 
     def status(self) -> HubStatus:
         return self._call("status")

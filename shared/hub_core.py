@@ -16,12 +16,20 @@ from typing import TypeVar
 
 from shared.config import Config
 from shared.errors import ConfigError, RunFailed
-from shared.hub_state import CurrentPublication, Evaluations, HubStatus, Rate, WorkerStatus, ledger_status
+from shared.hub_state import (
+    CurrentPublication,
+    Evaluations,
+    HubStatus,
+    Rate,
+    RecentProbes,
+    WorkerStatus,
+    ledger_status,
+)
 from shared.jsonl import JsonLines
 from shared.leases import LearnerSeat, Leases
 from shared.ledger import Ledger
 from shared.ledger_rows import GroupRow, LedgerRules
-from shared.records import Event, EventName, Identity, Ticket
+from shared.records import Event, EventName, Identity, ProbeReport, Ticket
 from shared.run_files import read_evaluations, read_metrics, read_run_id
 from shared.spans import now_s
 from shared.store import Store
@@ -42,11 +50,12 @@ class HubCore:
         self.workers = Leases(config.rollout.lease_s)
         self.load_ledger()
         self.publication = CurrentPublication()
+        self.probes = RecentProbes()
         evaluated = [report.version for report in read_evaluations(run_directory)]
         self.evaluations = Evaluations((0, config.learner.steps) if config.evaluation.samples else (), evaluated)
         self.files = {
             kind: JsonLines(run_directory / f"{kind}.jsonl")
-            for kind in ("metrics", "spans", "syncs", "probes", "evaluations", "events")
+            for kind in ("metrics", "spans", "syncs", "probes", "checks", "evaluations", "events")
         }
         self.last_metrics_step = max((row["step"] for row in read_metrics(run_directory)), default=-1)
         self.poll_s = poll_s
@@ -150,6 +159,13 @@ class HubCore:
             return
         if rows:
             self.save_rows(rows)
+
+    def note_probe(self, report: ProbeReport) -> None:
+        """A worker's verdict on its weights: kept for the learner; a refusal is an event."""
+        self.probes.add(report)
+        if not report.released:
+            found = f"rms {report.mismatch.rms:.3g} nats over {report.mismatch.num_tokens:g} tokens"
+            self.note("weights_refused", report.worker_id, f"version {report.version} by the load check: {found}")
 
     def note(self, name: EventName, who: str, detail: str = "") -> None:
         with suppress(OSError):  # a full disk: what it led to is told by the failure, and must be dealt with

@@ -1,5 +1,5 @@
-"""What the hub knows besides the ledger and does not store: the current publication, who evaluates what, how fast the
-run goes. Pure.
+"""What the hub knows besides the ledger and does not store: the current publication, the newest verdicts on weights,
+who evaluates what, how fast the run goes. Pure.
 """
 
 from collections import deque
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from shared.errors import HubError
 from shared.ledger import Ledger
-from shared.records import Publication
+from shared.records import ProbeReport, Publication
 
 RATE_WINDOW_S = 60.0
+NUM_PROBED_VERSIONS = 32
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,22 @@ class CurrentPublication:
 
     def set(self, publication: Publication) -> None:
         self._current = publication
+
+
+class RecentProbes:
+    """The verdicts of all workers on the newest `NUM_PROBED_VERSIONS` versions that were probed."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, list[ProbeReport]] = {}
+
+    def add(self, report: ProbeReport) -> None:
+        self._reports.setdefault(report.version, []).append(report)
+        for version in sorted(self._reports)[:-NUM_PROBED_VERSIONS]:
+            del self._reports[version]
+
+    def since(self, version: int) -> list[ProbeReport]:
+        """Those of `version` and later ones, by version, then as they arrived."""
+        return [report for v in sorted(self._reports) if v >= version for report in self._reports[v]]
 
 
 class Evaluations:

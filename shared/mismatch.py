@@ -4,7 +4,7 @@ d = log pi_learner - log pi_engine of a token that the engine sampled, in nats. 
 mean of d is -KL(engine || learner), and k3 = exp(d) - 1 - d is an unbiased estimate of that KL whose every value is
 >= 0. Tokens that another policy drew have a mean of d near 0; their second moment and k3 still measure the noise.
 
-Heavy tails are cut, not trusted: one token that is off by 20 nats would otherwise be most of the variance of a thousand.
+Heavy tails are cut, not trusted: one token that is off by 20 nats would otherwise be most of a thousand's variance.
 """
 
 import math

@@ -7,10 +7,9 @@ fake in memory); `Engine` - vLLM (rollout/engine.py) or the deterministic fake i
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shared.records import (
-    FinishReason,
     Float32Array,
     Identity,
     Int32Array,
@@ -21,6 +20,9 @@ from shared.records import (
     Ticket,
     Work,
 )
+
+# What becomes of running requests in a weight swap: their cache is computed again, or they end with what they have.
+RequestsInLoad = Literal["recompute", "abort"]
 
 
 class GroupSource(Protocol):
@@ -114,12 +116,15 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returns, checked: ids as sampled, one finite log-probability each, spans that tile [0, T)."""
+    """What an engine returns, checked: ids as sampled, one finite log-probability each, spans that tile [0, T).
+
+    `finish_reason` "abort": a load ended the request; it may have no token yet, and is never a finished rollout.
+    """
 
     token_ids: Int32Array
     logprobs: Float32Array
     version_spans: tuple[tuple[int, int, int], ...]
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length", "abort"]
 
 
 class Engine(Protocol):
@@ -133,11 +138,15 @@ class Engine(Protocol):
         """Log-probabilities (nats, temperature 1, no prefix cache) of `token_ids[first:]` under the active weights."""
         ...
 
-    async def load(self, manifest: Manifest, files: Sequence[Path]) -> dict[str, float]:
-        """Swap to the manifest's weights, read from one staged safetensors file per bucket; requests keep running.
+    async def load(
+        self, manifest: Manifest, files: Sequence[Path], requests: RequestsInLoad = "recompute"
+    ) -> dict[str, float]:
+        """Swap to the manifest's weights, read from one staged safetensors file per bucket.
 
-        With no files, only the version label moves. Returns seconds by part: pause_s, load_s, resume_s.
-        WeightSyncError when the weights are refused; the engine then still serves the old version.
+        Running requests go on, their cache computed again under the new weights; with "abort" they end at once, before
+        the load, and return what they have. With no files, only the version label moves. Returns seconds by part:
+        pause_s, load_s, resume_s. WeightSyncError when the weights are refused; the engine then still serves the old
+        version.
         """
         ...
 

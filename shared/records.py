@@ -199,12 +199,14 @@ class Mismatch:
 class Calibration:
     """What the clip range of a step follows from, besides the config (learner.calibration).
 
-    `mismatch`: the pooled measurement on sampled tokens, None before there is a trusted one. `probe`: the pooled probes;
-    `reference_k3` is their k3 at the time of `mismatch`. `scale` multiplies the configured range.
+    `mismatch`: the pooled measurement on sampled tokens, None before there is a trusted one. `probe`: the pooled probes
+    up to version `probe_version`; `reference_k3` is their k3 at the time of `mismatch`. `scale` multiplies the
+    configured range.
     """
 
     mismatch: Mismatch | None = None
     probe: Mismatch | None = None
+    probe_version: int = 0
     reference_k3: float | None = None
     scale: float = 1.0
 
@@ -357,7 +359,7 @@ class Span:
 
 EventName = Literal[
     "hub_started", "joined", "left", "lost", "refused", "learner_came", "learner_left", "new_incarnation",
-    "stop_requested", "failed",
+    "stop_requested", "failed", "weights_refused",
 ]  # fmt: skip
 
 

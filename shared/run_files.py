@@ -12,7 +12,17 @@ from typing import Any
 
 from shared.errors import SchemaError
 from shared.ledger_rows import GroupRow, StepRow
-from shared.records import EvalReport, GroupId, ProbeReport, RecordedStep, Span, StepPlan, SyncReport
+from shared.records import (
+    EvalReport,
+    GroupId,
+    Mismatch,
+    ProbeReport,
+    RecordedStep,
+    SamplingReport,
+    Span,
+    StepPlan,
+    SyncReport,
+)
 from shared.schema import encode_group
 from shared.store import DATABASE_VERSION, group_rows, read_trajectories, step_rows
 
@@ -45,7 +55,18 @@ def read_syncs(run_directory: Path) -> list[SyncReport]:
 
 
 def read_probes(run_directory: Path) -> list[ProbeReport]:
-    return [ProbeReport(**row) for row in read_rows(run_directory / "probes.jsonl")]
+    rows = read_rows(run_directory / "probes.jsonl")
+    return [ProbeReport(**{**row, "mismatch": Mismatch(**row["mismatch"])}) for row in rows]
+
+
+def read_checks(run_directory: Path) -> list[SamplingReport]:
+    """What the sampling check of version 0 found, by worker."""
+    rows = read_rows(run_directory / "checks.jsonl")
+    pairs = ({key: tuple(row[key]) for key in ("fixed_clip", "calibrated_clip")} for row in rows)
+    return [
+        SamplingReport(**{**row, **p, "mismatch": Mismatch(**row["mismatch"])})
+        for row, p in zip(rows, pairs, strict=True)
+    ]
 
 
 def read_evaluations(run_directory: Path) -> list[EvalReport]:

@@ -7,12 +7,10 @@ file, sync, rename), so they are always in one of the two; `export_step` may be 
 A rollback journal, not WAL: SQLite's WAL does not work on network file systems.
 """
 
-import json
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,10 +18,11 @@ import pyarrow.parquet as pq
 
 from shared.errors import SchemaError
 from shared.ledger_rows import GroupRow, GroupState, StepRow
+from shared.plans import plan_of, plan_text
 from shared.records import Group, GroupId, StepPlan
 from shared.schema import decode_group, groups_of_table, step_table
 
-DATABASE_VERSION = 2
+DATABASE_VERSION = 3
 
 _TABLES = f"""
 CREATE TABLE groups (
@@ -146,7 +145,7 @@ class Store:
     def _put_step(self, row: StepRow) -> None:
         self._database.execute(
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
-            (row.plan.step, json.dumps(asdict(row.plan)), row.weights_digest, row.published, row.incarnation),
+            (row.plan.step, plan_text(row.plan), row.weights_digest, row.published, row.incarnation),
         )
 
     def _payload(self, group: GroupId) -> bytes:
@@ -207,10 +206,6 @@ def group_rows(database: sqlite3.Connection) -> list[GroupRow]:
 def step_rows(database: sqlite3.Connection) -> list[StepRow]:
     """The begun steps in a run's database, in order."""
     rows = database.execute("SELECT plan, weights_digest, published, incarnation FROM steps ORDER BY step")
-    return [StepRow(_plan(text), digest, bool(published), incarnation) for text, digest, published, incarnation in rows]
-
-
-def _plan(text: str) -> StepPlan:
-    values = json.loads(text)
-    values["groups"] = tuple(GroupId(**group) for group in values["groups"])
-    return StepPlan(**values)
+    return [
+        StepRow(plan_of(plan), digest, bool(published), incarnation) for plan, digest, published, incarnation in rows
+    ]

@@ -21,6 +21,7 @@ from shared.hub_client import AsyncHubClient, LearnerHubClient, report_failure
 from shared.hub_start import connect, start_hub
 from shared.protocols import GroupSink, GroupSource, Membership, VersionFeed
 from shared.records import (
+    ClipRange,
     Group,
     GroupId,
     Identity,
@@ -155,7 +156,7 @@ def generate(seams: Seams, make_group: MakeGroup, version: int = 0) -> list[Tick
 
 def train(seams: Seams, step: int) -> list[GroupId]:
     groups = [decode_group(payload).group for payload in seams.sink.take(step)]
-    seams.sink.begin_step(StepPlan(step, tuple(groups), 7, 3e-4, 4e-4))
+    seams.sink.begin_step(StepPlan(step, tuple(groups), 7, ClipRange(3e-4, 4e-4)))
     seams.sink.commit_step(step, f"digest-{step}")
     seams.sink.publish(seams.publication(step + 1))
     return groups

@@ -124,6 +124,40 @@ class EngineContract:
             assert error[:cut].max() <= served.tolerance
             assert error[cut:].max() > 10 * served.tolerance
 
+    def test_a_load_that_ends_requests_returns_what_they_have(self, served: Served) -> None:
+        old_version = load(served, None)
+        manifest, files = served.publish(2)
+
+        async def end_while_running() -> tuple[list[Completion], list[Completion]]:
+            before = [request(seed=30 + i, max_tokens=120) for i in range(6)]
+            running = [asyncio.create_task(served.engine.generate(r)) for r in before]
+            await asyncio.sleep(0.1)
+            loading = asyncio.create_task(served.engine.load(manifest, files, "abort"))
+            late = []
+            for seed in range(40, 46):  # some before the pause, some in it
+                late.append(asyncio.create_task(served.engine.generate(request(seed=seed, max_tokens=6))))
+                await asyncio.sleep(0.005)
+            await loading
+            return await asyncio.gather(*running), await asyncio.gather(*late)
+
+        completions, late = served.run(end_while_running())
+        ended = [c for c in completions if c.finish_reason == "abort"]
+        assert ended, "no request was running during the load"
+        for completion in ended:
+            num_tokens = len(completion.token_ids)
+            assert 0 < num_tokens < 120
+            assert completion.version_spans == ((old_version, 0, num_tokens),)
+        for completion in late:
+            num_tokens, version = len(completion.token_ids), manifest.version
+            if completion.finish_reason == "abort":
+                assert completion.version_spans == (((old_version, 0, num_tokens),) if num_tokens else ())
+            else:
+                assert completion.version_spans in (((old_version, 0, num_tokens),), ((version, 0, num_tokens),))
+        assert any(c.version_spans and c.version_spans[0][0] == manifest.version for c in late)
+        load(served, None)
+        for completion in ended:
+            np.testing.assert_allclose(score(served, completion), completion.logprobs, atol=served.tolerance, rtol=0)
+
     def test_refused_weights_leave_the_old_version(self, served: Served) -> None:
         version = load(served, None)
         before = sample(served, seed=8)

@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.hub import Hub
 from shared.records import (
+    ClipRange,
     Group,
     Identity,
     Manifest,
@@ -91,7 +92,7 @@ async def plan(hub: Hub, step: int) -> StepPlan:
     taken = await hub.take(LEARNER, step)
     assert taken.groups is not None, taken.waiting_for
     groups = tuple(decode_group(payload).group for payload in taken.groups)
-    return StepPlan(step, groups, 7, 3e-4, 4e-4)
+    return StepPlan(step, groups, 7, ClipRange(3e-4, 4e-4))
 
 
 async def train(hub: Hub, step: int, publish: bool = True) -> None:

@@ -17,7 +17,7 @@ from fake_engine import FakeEngine
 from rollout.main import run_workers
 from shared.config import Config
 from shared.errors import WeightSyncError
-from shared.protocols import Completion, Engine, GenerateRequest
+from shared.protocols import Completion, Engine, GenerateRequest, RequestsInLoad
 from shared.records import Float32Array, Manifest
 from shared.service import run_service
 from shared.stopping import StopRequest
@@ -35,6 +35,7 @@ class FaultyEngine:
     fault: str
     note: Path
     engine: FakeEngine = field(default_factory=lambda: FakeEngine(token_s=TOKEN_S))
+    is_faulty: bool = False
 
     async def generate(self, request: GenerateRequest) -> Completion:
         if self.fault == "raises":
@@ -46,12 +47,16 @@ class FaultyEngine:
     async def score(self, token_ids: Sequence[int], first: int) -> Float32Array:
         return await self.engine.score(token_ids, first)
 
-    async def load(self, manifest: Manifest, files: Sequence[Path]) -> dict[str, float]:
-        if self.fault in ("load_fails", "dies_in_load") and manifest.version >= FAULTY_VERSION and self._is_first():
+    async def load(
+        self, manifest: Manifest, files: Sequence[Path], requests: RequestsInLoad = "recompute"
+    ) -> dict[str, float]:
+        if self.fault in ("load_fails", "dies_in_load") and manifest.version >= FAULTY_VERSION:
+            self.is_faulty = self.is_faulty or self._is_first()
+        if self.is_faulty:
             if self.fault == "dies_in_load":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise WeightSyncError(f"version {manifest.version} does not fit")
-        return await self.engine.load(manifest, files)
+        return await self.engine.load(manifest, files, requests)
 
     async def close(self) -> None:
         await self.engine.close()

@@ -115,16 +115,17 @@ class Run:
         self.site, self.directory = site, site.folder / name
         self._values: dict[str, Any] = {
             "run": {"name": name, "directory": str(site.folder)},
-            "model": {"path": str(site.model)},
+            "model": {"path": str(site.model), "precision": "float32"},
             "prompts": {"style": "plain", "digits": 2, "num_held_out": 4},
             "reward": {"function": "example_rewards:even_length"},
             "sampling": {"group_size": 4, "max_tokens": 8},
-            "rollout": {"max_model_len": 32, "workers": 1, "dtype": "float32", "lease_s": 3.0, "max_attempts": 1000},
+            "clip": {"calibration": "none"},
+            "rollout": {"max_model_len": 32, "workers": 1, "lease_s": 3.0, "max_attempts": 1000},
             "learner": {
-                "steps": 8, "prompts_per_step": 4, "minibatches": 2, "autocast": "off", "lr": 1e-3,
+                "steps": 8, "prompts_per_step": 4, "minibatches": 2, "lr": 1e-3,
                 "checkpoint_steps": 2,
             },
-            "sync": {"max_staleness": 0},
+            "sync": {"max_staleness": 0, "max_mismatch": 1e9},  # the fake engine and the model know nothing of each other
             "evaluation": {"samples": 0},
         }  # fmt: skip
         (self.directory / "logs").mkdir(parents=True)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Mo
 
 from learner.policy import Policy
 from shared.config import Config
-from shared.records import Group, GroupId, Rollout, Segment, StepPlan
+from shared.records import ClipRange, Group, GroupId, Rollout, Segment, StepPlan
 
 VOCABULARY = 61
 EOS_ID = 2
@@ -36,10 +36,11 @@ def tiny_model(kind: str = "dense", *, tied: bool = False, **overrides: Any) -> 
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts)).eval()
 
 
-def tiny_config(path: Path, num_groups: int = 2, **learner: Any) -> Config:
-    values = {"autocast": "off", "prompts_per_step": num_groups, "minibatches": 1, "steps": 4, "lr": 1e-3} | learner
+def tiny_config(path: Path, num_groups: int = 2, precision: str = "float32", **learner: Any) -> Config:
+    values = {"prompts_per_step": num_groups, "minibatches": 1, "steps": 4, "lr": 1e-3} | learner
     lengths = {"sampling": {"max_tokens": 8}, "rollout": {"max_model_len": 16}}
-    return Config.model_validate({"model": {"path": str(path)}, "learner": values} | lengths)
+    lengths |= {"sync": {"max_mismatch": 1e6}}  # made-up rollouts, which no engine sampled
+    return Config.model_validate({"model": {"path": str(path), "precision": precision}, "learner": values} | lengths)
 
 
 def tiny_policy(path: Path, kind: str = "dense", *, tied: bool = False, **learner: Any) -> tuple[Policy, Config]:
@@ -71,4 +72,4 @@ def tiny_group(
 
 
 def plan_for(groups: list[Group], clip_low: float = 0.2, clip_high: float = 0.27, seed: int = 5) -> StepPlan:
-    return StepPlan(0, tuple(g.group for g in groups), seed, clip_low, clip_high)
+    return StepPlan(0, tuple(g.group for g in groups), seed, ClipRange(clip_low, clip_high))

@@ -1,13 +1,14 @@
 """A rollout worker around a deterministic engine, and a learner for it that trains nothing. No Ray, no vLLM."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, probe_of
 from hub_stories import IDENTITY, LEARNER
 from safetensors.numpy import save
 
@@ -18,10 +19,11 @@ from rollout.rewards import Sample
 from rollout.worker import Worker
 from shared.config import Config
 from shared.hub import Hub
-from shared.records import Group, Manifest, Publication, StepPlan
+from shared.protocols import Completion, GenerateRequest, RequestsInLoad
+from shared.records import ClipRange, Float32Array, Group, Manifest, Publication, StepPlan
 from shared.schema import decode_group
 from shared.spans import Recorder
-from shared.weights import bucket_entries
+from shared.weights import bucket_entries, weights_digest
 
 TOKENIZER = SimpleNamespace(
     chat_template=None,
@@ -54,10 +56,65 @@ def make_worker(
     return Worker(config, hub, engine, PromptSource(config, TOKENIZER), generator, recorder, staging)
 
 
+class WatchedEngine(FakeEngine):
+    """Writes down what it is asked for. After its loads `wrong` (counted from 0) it computes with other weights.
+
+    While `scoring` is cleared, no score ends. AssertionError when it is asked for one during a pause, which a real
+    engine would answer only after it.
+    """
+
+    def __init__(self, token_s: float = 0.0, wrong: Collection[int] = ()) -> None:
+        super().__init__(token_s=token_s)
+        self._wrong = wrong
+        self.asked: list[tuple[int, GenerateRequest]] = []  # the active version, the request
+        self.loads: list[tuple[int, RequestsInLoad]] = []
+        self.num_scores = 0
+        self.scoring = asyncio.Event()
+        self.scoring.set()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.asked.append((self._version, request))
+        return await super().generate(request)
+
+    async def score(self, token_ids: Sequence[int], first: int) -> Float32Array:
+        if self.is_paused:
+            raise AssertionError("score during a pause")
+        self.num_scores += 1
+        await self.scoring.wait()
+        return await super().score(token_ids, first)
+
+    async def load(
+        self, manifest: Manifest, files: Sequence[Path], requests: RequestsInLoad = "recompute"
+    ) -> dict[str, float]:
+        parts = await super().load(manifest, files, requests)
+        if len(self.loads) in self._wrong:
+            self._weights = "wrong"
+        self.loads.append((manifest.version, requests))
+        return parts
+
+
 def weights(version: int, incarnation: int = 0) -> Publication:
-    """New weights for every (version, incarnation), in one bucket, which is a plain array."""
+    """New weights for every (version, incarnation), in one bucket, which is a plain array, with their probe."""
     blob = np.frombuffer(save({"weight": np.float32([version, incarnation])}), np.uint8)
-    return Publication(Manifest(version, version, tuple(bucket_entries(blob, 0)), incarnation=incarnation), (blob,))
+    manifest = Manifest(version, version, tuple(bucket_entries(blob, 0)), incarnation=incarnation)
+    return Publication(replace(manifest, probe=probe_of(manifest)), (blob,))
+
+
+def largest_error(groups: Sequence[Group]) -> float:
+    """Of the groups' log-probabilities (nats), against engines that hold the right weights of each segment."""
+    initial = FakeEngine()
+    errors = [0.0]
+    for group in groups:
+        for rollout in group.rollouts:
+            ids = [*group.prompt_ids.tolist(), *rollout.completion_ids.tolist()]
+            for segment in rollout.segments:
+                version = segment.policy_version
+                right = FakeEngine(initial_weights=weights_digest(weights(version).manifest)) if version else initial
+                for i in range(segment.start, segment.end):
+                    at = len(group.prompt_ids) + i
+                    expected = right._logprobs(ids[:at], group.temperature)[ids[at]]
+                    errors.append(abs(float(rollout.behavior_logprobs[i]) - expected))
+    return max(errors)
 
 
 async def take_groups(hub: Hub, step: int) -> list[Group]:
@@ -68,7 +125,7 @@ async def take_groups(hub: Hub, step: int) -> list[Group]:
 
 async def train_step(hub: Hub, step: int, publish: bool = True) -> list[Group]:
     groups = await take_groups(hub, step)
-    await hub.begin_step(LEARNER, StepPlan(step, tuple(group.group for group in groups), 7, 3e-4, 4e-4))
+    await hub.begin_step(LEARNER, StepPlan(step, tuple(group.group for group in groups), 7, ClipRange(3e-4, 4e-4)))
     await hub.commit_step(LEARNER, step, f"digest-{step}")
     if publish:
         await hub.publish(LEARNER, weights(step + 1))

@@ -10,15 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.objectives import LOG_RATIO_CEILING, ObjectiveMetrics, gspo, sum_sequences
+from shared.records import ClipRange
 
 sys.path.insert(0, str(Path(__file__).parent))
 import reference
 
 LOW, HIGH = 0.03, 0.04
+FIXED = ClipRange(LOW, HIGH)
 
 
 def run(
-    sequences: list[np.ndarray], behavior: list[float], advantages: list[float], n: int | None = None
+    sequences: list[np.ndarray],
+    behavior: list[float],
+    advantages: list[float],
+    n: int | None = None,
+    clip: ClipRange = FIXED,
 ) -> tuple[float, list[np.ndarray], ObjectiveMetrics]:
     """Loss, gradient by sequence, metrics; default denominators and the clip range of this file."""
     logprobs_T = torch.tensor(np.concatenate(sequences), dtype=torch.float32, requires_grad=True)
@@ -29,8 +35,7 @@ def run(
         torch.tensor(behavior, dtype=torch.float64),
         torch.tensor(lengths),
         torch.tensor(advantages, dtype=torch.float64),
-        clip_low=LOW,
-        clip_high=HIGH,
+        clip=clip,
         num_sequences=n or len(sequences),
     )
     loss.backward()
@@ -122,7 +127,7 @@ def test_gradient_equals_finite_differences() -> None:
     advantages_S = torch.tensor([1.0, -2.0, -1.0, 0.5], dtype=torch.float64)
 
     def loss(values_T: torch.Tensor) -> torch.Tensor:
-        return gspo(values_T, None, behavior_S, lengths, advantages_S, clip_low=LOW, clip_high=HIGH, num_sequences=4)[0]
+        return gspo(values_T, None, behavior_S, lengths, advantages_S, clip=FIXED, num_sequences=4)[0]
 
     assert torch.autograd.gradcheck(loss, logprobs_T.requires_grad_())
 
@@ -162,7 +167,6 @@ def test_shapes_that_do_not_belong_together_are_refused(lengths: list[int], num_
             torch.zeros(num_behavior, dtype=torch.float64),
             torch.tensor(lengths),
             torch.ones(len(lengths), dtype=torch.float64),
-            clip_low=LOW,
-            clip_high=HIGH,
+            clip=FIXED,
             num_sequences=2,
         )

@@ -86,11 +86,13 @@ def run_loop(name: str, model: Path, folder: Path, engine: Any = fake_engine, **
     """Run learner and workers against one hub. What a side raises is raised here, the learner's first."""
     values: dict[str, Any] = {
         "run": {"name": name, "directory": str(folder)},
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "precision": "float32"},
         "prompts": {"style": "plain", "digits": 2, "num_held_out": 4},
         "sampling": {"group_size": 4, "max_tokens": 6},
-        "rollout": {"max_model_len": 32, "workers": 2, "dtype": "float32"},
-        "learner": {"steps": 4, "prompts_per_step": 4, "minibatches": 2, "autocast": "off", "lr": 1e-3},
+        "rollout": {"max_model_len": 32, "workers": 2},
+        "learner": {"steps": 4, "prompts_per_step": 4, "minibatches": 2, "lr": 1e-3},
+        "clip": {"calibration": "none"},
+        "sync": {"max_mismatch": 1e9},  # the fake engine and the model know nothing of each other
     }
     for section, given in sections.items():
         values[section] = values.get(section, {}) | given

@@ -24,7 +24,9 @@ from learner.publish import published_digest
 from learner.step import train_step
 from shared.config import Config
 from shared.errors import CheckpointError
+from shared.records import Calibration, Mismatch
 
+CALIBRATION = Calibration(Mismatch(500.0, -0.002, 0.004, 0.002), None, 3, 0.002, 1.5)
 KINDS = [("dense", True), ("dense", False), ("moe", False), ("moe", True)]
 # The schedule and the decay see to it that a lost update count or step counter shows in the weights.
 LEARNER: dict[str, Any] = {"schedule": "linear", "warmup_updates": 2, "weight_decay": 0.1, "minibatches": 2}
@@ -43,7 +45,9 @@ def make(path: Path, kind: str = "dense", *, tied: bool = False) -> tuple[Policy
 
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, version: int, keep: int = 2, digest: str = "d") -> Path:
-    return save_checkpoint(folder, policy, optimizer, version=version, weights_digest=digest, keep=keep)
+    return save_checkpoint(
+        folder, policy, optimizer, version=version, weights_digest=digest, calibration=CALIBRATION, keep=keep
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -173,7 +177,7 @@ def test_a_state_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("learner.checkpoint.FORMAT_VERSION", 7)
     path = save(tmp_path / "checkpoints", policy, optimizer, 1)
     monkeypatch.undo()
-    assert "format version 7, this release reads 1" in str(find_fault(path))
+    assert "format version 7, this release reads 2" in str(find_fault(path))
 
 
 def test_the_newest_that_is_not_too_new_is_found(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_there_are_shipped_configs() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("learner.clip_hgih=0.1", ["unknown key 'learner.clip_hgih'", "'clip_high'"]),
+        ("clip.hgih=0.1", ["unknown key 'clip.hgih'", "'high'"]),
         ("learner.minibatches=3", ["learner.minibatches = 3", "learner.prompts_per_step = 8", "[1, 2, 4, 8]"]),
         ("sampling.top_p=0.8", ["sampling.top_p = 0.8", "Set sampling.top_p = 1.0"]),
         ("learner.lr=fast", ["learner.lr = 'fast'"]),

@@ -21,7 +21,6 @@ def config(**rollout: Any) -> Config:
 @pytest.mark.parametrize(
     ("option", "value", "argument", "expected"),
     [
-        ("dtype", "float32", "dtype", "float32"),
         ("max_model_len", 99, "max_model_len", 99),
         ("max_num_seqs", 7, "max_num_seqs", 7),
         ("memory_share", 0.33, "gpu_memory_utilization", 0.33),

@@ -16,10 +16,14 @@ from pydantic import BaseModel
 from tiny_models import tiny_group, tiny_model
 
 import tiny_moe
+from learner.calibration import with_drift
 from learner.main import step_plan
 from learner.optim import Optimizer
 from learner.policy import Policy, choose_device
-from learner.publish import build_publication_parts, make_probe
+from learner.probe import make_probe
+from learner.publish import build_publication_parts
+from learner.recover import Recovered
+from learner.sampling_check import sampling_reports
 from learner.step import train_step
 from rollout.dispatch import rollout_request
 from rollout.engine import sampling_params
@@ -32,12 +36,13 @@ from shared.config_file import parse_config
 from shared.errors import ConfigError
 from shared.hub import Hub
 from shared.protocols import Completion
-from shared.records import GroupId, Rollout, Segment, Ticket
+from shared.records import Calibration, GroupId, Mismatch, Rollout, Segment, Ticket
 from shared.run_directory import run_directory
 from shared.schema import encode_group
 from shared.stopping import StopRequest
 
 REWARDS = "rollout.rewards"
+MEASURED = Calibration(mismatch=Mismatch(1000, 0.0, 0.1, 0.01))  # at 8 tokens z spread / sqrt(T) is 0.2
 MIXED = [1.0, 0.0, 1.0, 0.0]
 GROUPS = [tiny_group(n, MIXED, lengths=[8, 3, 5, 8]) for n in range(4)]
 
@@ -95,7 +100,7 @@ def trained(config: Config) -> Any:
     decoder.layers[0].mlp.register_forward_pre_hook(lambda module, args: layers.append(1))
     policy.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: heads.append(len(args[0])))
     for step in range(2):
-        plan = step_plan(config, step, GROUPS)
+        plan = step_plan(config, step, GROUPS, Calibration())
         train_step(policy, optimizer, GROUPS, plan, config)
     weights = [p.detach().clone().tolist() for p in policy.model.parameters()]
     return weights, forwards, len(layers), heads
@@ -113,14 +118,25 @@ def clipped(config: Config) -> Any:
     groups = [
         replace(g, rollouts=tuple(shifted(r, 0.1 if n < 2 else -0.1) for r in g.rollouts)) for n, g in enumerate(GROUPS)
     ]
-    metrics = train_step(policy, Optimizer(policy, config), groups, step_plan(config, 0, groups), config).metrics
+    metrics = train_step(policy, Optimizer(policy, config), groups, step_plan(config, 0, groups, MEASURED), config).metrics
     return metrics.num_clipped_positive, metrics.num_clipped_negative
+
+
+def sized(config: Config, **clip: Any) -> float:
+    """The scale of the clip range after a step that clipped nine of ten sequences."""
+    section = config.clip.model_copy(update=clip)
+    return with_drift(Calibration(), section, 0.9).scale
+
+
+def refused_samples(config: Config) -> list[bool]:
+    reports = sampling_reports(Policy.load(config), GROUPS, config, version=0)
+    return [bool(report.fault) for report in reports]
 
 
 def published(config: Config) -> Any:
     tensors = [(f"t{i}", torch.ones(300_000)) for i in range(4)]
     manifest, buckets = build_publication_parts(
-        tensors, version=1, weights_version=1, dtype=config.rollout.dtype, bucket_bytes=config.sync.bucket_mib * 2**20
+        tensors, version=1, weights_version=1, dtype=config.model.mode.engine, bucket_bytes=config.sync.bucket_mib * 2**20
     )
     policy = Policy.load(config)
     num = config.sync.probe_sequences
@@ -152,8 +168,10 @@ def checkpoints(config: Config, folder: Path) -> list[str]:
 
     hub, policy = MagicMock(), Policy.load(config)
     hub.take.return_value = [encode_group(group) for group in GROUPS]
-    publisher = MagicMock(spec=Publisher, digest="digest")
-    learner = Learner(config, folder, hub, policy, Optimizer(policy, config), publisher, 0)
+    publisher = MagicMock(spec=Publisher, digest="digest", num_unmet_experts=None)
+    state = Recovered(policy, Optimizer(policy, config), publisher, Calibration())
+    hub.probes.return_value = []
+    learner = Learner(config, folder, hub, 0, state)
     for _ in range(3):
         learner.step(None)
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
@@ -168,8 +186,9 @@ def generator_payload(config: Config) -> Any:
 OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "run.name": ("one", "two", run_directory),
     "run.directory": ("runs", "elsewhere", run_directory),
-    "run.seed": (0, 1, lambda c: (request(c), prompts(c), step_plan(c, 0, []))),
+    "run.seed": (0, 1, lambda c: (request(c), prompts(c), step_plan(c, 0, [], Calibration()))),
     "model.path": ("a", "b", lambda c: Policy.load(c).model.state_dict()["lm_head.weight"].tolist()),
+    "model.precision": ("bfloat16", "float32", lambda c: (engine(c), published(c), Policy.load(c).mode)),
     "prompts.source": ("sums", "other", prompts),
     "prompts.style": ("chat", "plain", prompts),
     "prompts.digits": (1, 2, prompts),
@@ -186,7 +205,6 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "sampling.top_k": (0, 50, request),
     "sampling.min_p": (0.0, 0.1, request),
     "rollout.workers": (1, 2, lambda c: actors(c)),
-    "rollout.dtype": ("bfloat16", "float32", lambda c: (engine(c), published(c))),
     "rollout.max_model_len": (64, 32, engine),
     "rollout.max_num_seqs": (64, 32, engine),
     "rollout.memory_share": (0.1, 0.2, engine),
@@ -200,15 +218,13 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "learner.minibatches": (1, 2, trained),
     "learner.micro_batch_tokens": (64, 512, trained),
     "learner.objective": ("gspo", "other", trained),
-    "learner.clip_low": (3e-4, 0.5, clipped),
-    "learner.clip_high": (4e-4, 0.5, clipped),
+    "learner.anchor": ("engine", "recompute", clipped),
     "learner.lr": (1e-3, 2e-3, trained),
     "learner.warmup_updates": (0, 4, trained),
     "learner.schedule": ("constant", "linear", trained),
     "learner.weight_decay": (0.0, 0.1, trained),
     "learner.max_grad_norm": (1.0, 1e-9, trained),
     "learner.device": ("cpu", "cuda:99", lambda c: choose_device(c.learner.device)),
-    "learner.autocast": ("off", "bfloat16", lambda c: Policy.load(c).autocast_dtype),
     "learner.activation_checkpointing": (False, True, trained),
     "learner.logprob_chunk_tokens": (256, 16, trained),
     "learner.threads": (1, 2, learner_threads),
@@ -217,6 +233,14 @@ OBSERVERS: dict[str, tuple[Any, Any, Callable[..., Any]]] = {
     "sync.max_staleness": (0, 1, hub),
     "sync.bucket_mib": (1, 64, published),
     "sync.probe_sequences": (2, 4, published),
+    "sync.max_mismatch": (1e-3, 1e3, lambda c: refused_samples(c)),
+    "clip.low": (3e-4, 0.5, clipped),
+    "clip.high": (4e-4, 0.5, clipped),
+    "clip.calibration": ("none", "measured", clipped),
+    "clip.z": (0.1, 1.96, clipped),
+    "clip.sizing": ("off", "drift", sized),
+    "clip.target": (0.1, 0.6, lambda c: sized(c, sizing="drift")),
+    "clip.max_scale": (1.5, 3.0, lambda c: sized(c, sizing="drift")),
     "evaluation.samples": (0, 4, hub),
 }
 
@@ -319,23 +343,24 @@ def test_option_makes_a_difference(option: str, folders: dict[str, Path], tmp_pa
 def observed(option: str, value: Any, observe: Callable[..., Any], folders: dict[str, Path], scratch: Path) -> Any:
     section, name = option.split(".")
     values: dict[str, dict[str, Any]] = {
-        "model": {"path": str(folders["a"])},
+        "model": {"path": str(folders["a"]), "precision": "float32"},
         "run": {"directory": str(folders["runs"])},
         "sampling": {"max_tokens": 8},
         "rollout": {"max_model_len": 64},
         "prompts": {"num_held_out": 4},
         "learner": {
-            "autocast": "off",
             "prompts_per_step": 4,
             "minibatches": 1,
             "steps": 2,
             "lr": 1e-3,
             "micro_batch_tokens": 64,
-            "clip_low": 0.2,
-            "clip_high": 0.3,
             "max_grad_norm": 0.01,
         },
+        "clip": {"low": 0.01, "high": 0.01, "calibration": "measured"},
+        "sync": {"max_mismatch": 1e6},
     }
+    if option == "learner.anchor":
+        values["learner"]["minibatches"] = 2
     if option == "learner.schedule":
         values["learner"]["steps"] = 8
     if option == "learner.keep_checkpoints":

@@ -26,7 +26,7 @@ from hub_stories import (
 
 from shared.errors import ConfigError, HubError, RunFailed, SeatTaken
 from shared.hub import Hub
-from shared.records import ResumePoint, StepPlan, Work
+from shared.records import ClipRange, ResumePoint, StepPlan, Work
 
 LEASE_S = 30.0
 SAME_HOST, OTHER_HOST = "host-a:200-bb", "host-b:100-cc"
@@ -143,7 +143,7 @@ def test_a_learner_of_the_same_host_takes_over_at_once(make_hub: MakeHub) -> Non
     run(story())
 
 
-PLAN = StepPlan(0, (), 0, 3e-4, 4e-4)
+PLAN = StepPlan(0, (), 0, ClipRange(3e-4, 4e-4))
 LEARNERS_CALLS: dict[str, Callable[[Hub], Awaitable[object]]] = {
     "take": lambda hub: hub.take(LEARNER, 0),
     "begin_step": lambda hub: hub.begin_step(LEARNER, PLAN),

@@ -30,7 +30,7 @@ from shared.errors import RunFailed
 from shared.hub import Hub
 from shared.hub_state import LearnerOrders
 from shared.ledger_rows import GroupState
-from shared.records import EvalReport, GroupId, ResumePoint, StepPlan, Ticket, Work
+from shared.records import ClipRange, EvalReport, GroupId, ResumePoint, StepPlan, Ticket, Work
 from shared.run_files import read_ledger
 from shared.store import Store
 
@@ -227,7 +227,7 @@ def test_a_kill_after_every_call_changes_nothing(make_hub: MakeHub, make_group: 
 
 
 async def train_first(hub: Hub) -> None:
-    await hub.begin_step(LEARNER, StepPlan(0, (GroupId(0), GroupId(1)), 7, 3e-4, 4e-4))
+    await hub.begin_step(LEARNER, StepPlan(0, (GroupId(0), GroupId(1)), 7, ClipRange(3e-4, 4e-4)))
     await hub.commit_step(LEARNER, 0, "digest-0")
     await hub.publish(LEARNER, publication(1))
 

@@ -17,7 +17,7 @@ from shared.errors import ConfigError
 from shared.identity import BLOCK_BYTES, LOCAL_OPTIONS, NUM_BLOCKS, SHARED_OPTIONS, check_same, identity_of
 from shared.records import Identity
 
-MODEL_CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 4, "text_config": {"dtype": "float32", "num": 1}}
+MODEL_CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 4, "text_config": {"num": 1}}
 SMALL, LARGE = "model-1.safetensors", "model-2.safetensors"
 
 
@@ -47,7 +47,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def of(folder: Path, make_config: Callable[..., Config], **sections: dict[str, Any]) -> Identity:
-    return identity_of(make_config(model={"path": str(folder)}, **sections))
+    model = {"path": str(folder)} | sections.pop("model_section", {})
+    return identity_of(make_config(model=model, **sections))
 
 
 def flip(file: Path, position: int) -> None:
@@ -162,7 +163,7 @@ def test_every_option_is_shared_or_local() -> None:
 def test_settings_are_the_shared_options_as_json(original: Path, make_config: Callable[..., Config]) -> None:
     settings = of(original, make_config).settings
     assert settings.keys() == SHARED_OPTIONS
-    assert settings["rollout.dtype"] == '"bfloat16"'
+    assert settings["model.precision"] == '"bfloat16"'
     assert settings["learner.prompts_per_step"] == "2"
     assert settings["sampling.temperature"] == "1.0"
 
@@ -195,7 +196,7 @@ def test_a_refusal_names_all_that_differs_with_both_values(
     original: Path, model: Path, make_config: Callable[..., Config]
 ) -> None:
     flip(model / SMALL, 300)
-    worker = of(model, make_config, rollout={"dtype": "float32"}, sampling={"temperature": 0.5})
+    worker = of(model, make_config, model_section={"precision": "float32"}, sampling={"temperature": 0.5})
     learner = of(original, make_config)
     with pytest.raises(ConfigError) as caught:
         check_same(worker, learner)
@@ -203,7 +204,7 @@ def test_a_refusal_names_all_that_differs_with_both_values(
         "this worker does not belong to the learner's run:",
         f"model: the worker has {worker.model}, the learner {learner.model}: "
         "give both the same checkpoint in model.path.",
-        'rollout.dtype: the worker has "float32", the learner "bfloat16": give both the same value.',
+        'model.precision: the worker has "float32", the learner "bfloat16": give both the same value.',
         "sampling.temperature: the worker has 0.5, the learner 1.0: give both the same value.",
     ]
 
@@ -217,4 +218,4 @@ def test_another_release_is_refused_even_with_other_options(original: Path, make
     assert f"code: the worker has 0.0.9-aa, the learner {learner.code}: install the same release" in text
     assert "schema: the worker has 0-bb" in text
     assert "run.old: the worker has 1, the learner no such option" in text
-    assert "rollout.dtype: the worker has no such option" in text
+    assert "model.precision: the worker has no such option" in text

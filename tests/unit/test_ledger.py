@@ -7,7 +7,7 @@ import pytest
 from shared.errors import HubError, RunFailed
 from shared.ledger import MAX_REPLACEMENTS, Ledger
 from shared.ledger_rows import GroupRow, GroupState, LedgerRules, StepRow
-from shared.records import GroupId, StepPlan, Ticket
+from shared.records import ClipRange, GroupId, StepPlan, Ticket
 
 WORKER = "worker-0"
 
@@ -25,7 +25,7 @@ def numbers(tickets: list[Ticket]) -> list[int]:
 
 
 def plan_of(step: int, groups: list[GroupId] | None) -> StepPlan:
-    return StepPlan(step, tuple(groups or ()), minibatch_seed=0, clip_low=3e-4, clip_high=4e-4)
+    return StepPlan(step, tuple(groups or ()), minibatch_seed=0, clip=ClipRange(3e-4, 4e-4))
 
 
 def train(ledger: Ledger, step: int, publish: bool = True) -> None:
@@ -201,7 +201,7 @@ def test_a_step_trains_exactly_what_was_taken_for_it() -> None:
     ledger.begin_step(plan)
     ledger.begin_step(plan)  # after a restart of the learner: the same plan again
     with pytest.raises(HubError, match="cannot be begun again"):
-        ledger.begin_step(StepPlan(0, plan.groups, minibatch_seed=1, clip_low=3e-4, clip_high=4e-4))
+        ledger.begin_step(StepPlan(0, plan.groups, minibatch_seed=1, clip=ClipRange(3e-4, 4e-4)))
     ledger.commit_step(0, "digest")
     ledger.commit_step(0, "digest")  # its acknowledgment was lost
     with pytest.raises(HubError, match="commit_step of step 0, but the next step is 1"):

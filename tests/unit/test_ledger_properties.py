@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from shared.ledger import Ledger
 from shared.ledger_rows import LedgerRules
-from shared.records import GroupId, StepPlan, Ticket
+from shared.records import ClipRange, GroupId, StepPlan, Ticket
 
 RULES = LedgerRules(prompts_per_step=3, max_staleness=1, steps=4, max_attempts=2)
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
@@ -66,7 +66,7 @@ class Simulation:
         groups = self.ledger.take(step) if step < self.rules.steps else None
         if groups is None:
             return False
-        plan = StepPlan(step, tuple(groups), 0, 3e-4, 4e-4)
+        plan = StepPlan(step, tuple(groups), 0, ClipRange(3e-4, 4e-4))
         self.ledger.begin_step(plan)
         self.unchanged_by(lambda: self.ledger.begin_step(plan))
         self.begun = plan

@@ -1,6 +1,6 @@
 from dataclasses import fields
 
-from tiny_models import tiny_group
+from tiny_models import plan_for, tiny_group
 
 from learner.objectives import ObjectiveMetrics
 from learner.report import step_metrics
@@ -28,11 +28,13 @@ def test_counts_are_reduced_before_they_are_divided():
         ObjectiveMetrics(num_zero=5, num_tokens=9),
     ]
     minibatches = tuple(MiniBatchResult(part, 0.0, "no_signal") for part in parts)
-    result = StepResult(minibatches, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    result = StepResult(minibatches, (), 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
     groups = [tiny_group(0, [1.0, 0.0])]
     timings = dict.fromkeys(("stepped", "waited", "trained", "published"), Timing(0.0, 2.0))
-    metrics = step_metrics(0, groups, result, **timings)
+    metrics = step_metrics(plan_for(groups), groups, result, unmet_experts=None, **timings)
     assert metrics.clip_fraction_positive == 0.375
     assert metrics.clip_fraction_negative is None
     assert metrics.clip_fraction_by_minibatch == [0.25, 0.75, None]
+    assert metrics.clip_fraction_positive_by_minibatch == [0.25, 0.75, None]
+    assert result.drift_clip_fraction == 0.75
     assert metrics.learner_tokens_per_s == 79 / 2

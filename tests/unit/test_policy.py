@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,9 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from learner.policy import Policy, choose_autocast, choose_device
+from learner.packing import pack
+from learner.policy import Policy, choose_device, is_emulated
+from shared.config import PRECISIONS
 from shared.errors import ConfigError
 
 SHAPE: dict[str, Any] = {
@@ -157,18 +160,38 @@ def test_device_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
-def test_autocast_is_decided_by_hardware_and_kind(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
+def test_a_mode_that_this_hardware_emulates_is_told(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    dense, moe = tiny_model().config, tiny_model("moe").config
-    cpu = torch.device("cpu")
-    assert choose_autocast("auto", cpu, dense) == (torch.bfloat16 if has_bf16 else None)
-    assert choose_autocast("auto", cpu, moe) is None
-    assert choose_autocast("bfloat16", cpu, moe) == torch.bfloat16
-    assert choose_autocast("off", cpu, dense) is None
+    monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    assert is_emulated(PRECISIONS["bfloat16"], cpu) == (not has_bf16)
+    assert is_emulated(PRECISIONS["float16"], cpu)
+    assert not is_emulated(PRECISIONS["float32"], cpu)
+    assert not is_emulated(PRECISIONS["float16"], gpu)
+
+
+def test_precision_modes_differ_where_they_say(tmp_path: Path) -> None:
+    """Against float32: the types round, and a float32 head takes away the part that the logits' rounding adds."""
+    tiny_model(initializer_range=0.4, hidden_size=256, intermediate_size=256, vocab_size=4096).save_pretrained(tmp_path)
+    ids = np.arange(3, 15)
+    batch = pack([(ids[:4], ids[4:])], 64, share_prompts=False)[0]
+
+    def logprobs(precision: str) -> torch.Tensor:
+        policy = Policy.load(tiny_config(tmp_path, precision=precision))
+        with torch.no_grad():
+            values = policy.completion_logprobs(batch, 0.7, 3)
+        assert values.dtype == torch.float32
+        return values
+
+    exact = logprobs("float32")
+    error = {p: float((logprobs(p) - exact).abs().mean()) for p in PRECISIONS}
+    assert error["float32"] == 0.0
+    assert 0 < error["float16"] < error["bfloat16"] / 3
+    assert 0 < error["bfloat16-float32-head"] < error["bfloat16"]
 
 
 def test_master_weights_are_float32_whatever_the_file_holds(tmp_path: Path) -> None:
     tiny_model().bfloat16().save_pretrained(tmp_path)
-    policy = Policy.load(tiny_config(tmp_path, autocast="bfloat16"))
+    policy = Policy.load(tiny_config(tmp_path, precision="bfloat16"))
     assert {p.dtype for _, p in policy.named_parameters()} == {torch.float32}

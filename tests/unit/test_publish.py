@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load
 from tiny_models import tiny_group, tiny_policy
 
-from learner.publish import Publisher, build_publication_parts, make_probe
+from learner.probe import make_probe
+from learner.publish import Publisher, build_publication_parts
 from shared.errors import WeightSyncError
 from shared.weights import verify_bucket, weights_digest
 
@@ -59,11 +60,11 @@ def test_value_that_does_not_fit_the_engine_dtype_is_refused() -> None:
         )
 
 
-def test_probe_scores_the_first_rollouts_at_temperature_one(tmp_path: Path) -> None:
+def test_probe_scores_rollouts_of_every_group_at_temperature_one(tmp_path: Path) -> None:
     policy, _ = tiny_policy(tmp_path)
     groups = [tiny_group(0, [1.0, 0.0], [0, 3], temperature=0.5), tiny_group(1, [1.0, 0.0], [6, 2], temperature=0.5)]
     probe = make_probe(policy, groups, 2, max_tokens=16, micro_batch_tokens=32, chunk_tokens=2)
-    chosen = [(groups[0], groups[0].rollouts[1]), (groups[1], groups[1].rollouts[0])]
+    chosen = [(groups[1], groups[1].rollouts[0]), (groups[0], groups[0].rollouts[1])]  # the empty one is passed over
     assert len(probe) == 2
     for sequence, (group, rollout) in zip(probe, chosen, strict=True):
         np.testing.assert_array_equal(sequence.token_ids, np.concatenate([group.prompt_ids, rollout.completion_ids]))
@@ -83,7 +84,7 @@ def test_the_probe_fits_into_what_the_engine_can_score(tmp_path: Path) -> None:
         for limit in (99, len(groups[0].prompt_ids) + 3)
     )
     assert max(len(sequence.token_ids) for sequence in whole) > len(groups[0].prompt_ids) + 3
-    assert [len(cut[0].logprobs), len(cut[1].logprobs)] == [3, 2]
+    assert [len(cut[0].logprobs), len(cut[3].logprobs)] == [3, 2]  # the first and the second rollout of group 0
     np.testing.assert_allclose(cut[0].logprobs, whole[0].logprobs[:3], atol=1e-5)
     prompt_lengths = sorted(len(group.prompt_ids) for group in groups)
     assert prompt_lengths[0] < prompt_lengths[-1]

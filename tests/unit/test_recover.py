@@ -11,12 +11,12 @@ import torch
 from hub_stories import IDENTITY, LEARNER, rows
 from tiny_models import tiny_group, tiny_policy
 
-from learner.main import Learner, step_plan
+from learner.main import Learner
 from learner.recover import recover
 from shared.config import Config
 from shared.hub import Hub, MetricRow
 from shared.hub_state import HubStatus
-from shared.records import Publication, RecordedStep, ResumePoint, Span, StepPlan
+from shared.records import ClipRange, ProbeReport, Publication, SamplingReport, RecordedStep, ResumePoint, Span, StepPlan
 from shared.run_files import read_ledger
 from shared.schema import decode_group, encode_group
 from shared.store import read_trajectories, write_trajectories
@@ -61,8 +61,11 @@ class Seat:
     def log_metrics(self, row: MetricRow) -> None:
         self._call("log_metrics", row)
 
-    def report(self, spans: Sequence[Span]) -> None:
-        asyncio.run(self.hub.report(spans))
+    def report(self, reports: Sequence[Span | SamplingReport]) -> None:
+        asyncio.run(self.hub.report(reports))
+
+    def probes(self, since_version: int) -> list[ProbeReport]:
+        return []
 
     def status(self) -> HubStatus:
         return asyncio.run(self.hub.status())
@@ -83,10 +86,9 @@ class Site:
     def __init__(self, root: Path) -> None:
         _, config = tiny_policy(root / "model", "moe", steps=STEPS, minibatches=2, weight_decay=0.1, checkpoint_steps=2)
         (root / "model" / "tokenizer.json").write_text("{}")
-        rollout = config.rollout.model_copy(update={"dtype": "float32"})
         sync = config.sync.model_copy(update={"max_staleness": STEPS})  # the worker stays at version 0
         evaluation = config.evaluation.model_copy(update={"samples": 0})
-        self.config: Config = config.model_copy(update={"rollout": rollout, "sync": sync, "evaluation": evaluation})
+        self.config: Config = config.model_copy(update={"sync": sync, "evaluation": evaluation})
         self.root, self.checkpoints = root, root / "run" / "checkpoints"
         self.hub: Hub | None = None
 
@@ -98,7 +100,7 @@ class Site:
         self.hub = Hub(self.config, self.root / "run", poll_s=0.05)
         seat = Seat(self.hub)
         recovered = recover(self.config, self.checkpoints, seat, seat.point)
-        learner = Learner(self.config, self.checkpoints, seat, *recovered, seat.point.version)  # type: ignore[arg-type]
+        learner = Learner(self.config, self.checkpoints, seat, seat.point.version, recovered)  # type: ignore[arg-type]
         return learner, seat.point
 
     def train(self, steps: int) -> Learner:
@@ -175,7 +177,7 @@ def test_a_step_that_was_begun_is_trained_by_its_plan(site: Site, expected: list
     learner = site.train(3)
     payloads = learner.hub.take(3)
     assert payloads is not None
-    plan = step_plan(site.config, 3, [decode_group(payload) for payload in payloads])
+    plan = learner.plan([decode_group(payload) for payload in payloads])
     learner.hub.begin_step(plan)
     learner, point = site.learner()
     assert point == ResumePoint(3, plan)
@@ -186,7 +188,7 @@ def test_a_step_that_was_begun_is_trained_by_its_plan(site: Site, expected: list
 def test_the_plan_of_a_begun_step_counts_whatever_this_learner_would_have_planned(site: Site) -> None:
     learner = site.train(1)
     groups = [decode_group(payload) for payload in learner.hub.take(1) or ()]
-    learner.hub.begin_step(replace(step_plan(site.config, 1, groups), minibatch_seed=1, clip_low=0.1))
+    learner.hub.begin_step(replace(learner.plan(groups), minibatch_seed=1, clip=ClipRange(0.1, 0.2)))
     learner, point = site.learner()
     learner.step(point.begun)
     assert learner.hub.recorded_step(1).plan == point.begun

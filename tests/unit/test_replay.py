@@ -23,21 +23,20 @@ from learner.step import train_step
 from shared.config_file import load_resolved
 from shared.errors import ConfigError, SchemaError
 from shared.ledger import Ledger, LedgerRules
-from shared.records import Group, Rollout, Segment, StepPlan
+from shared.records import ClipRange, Group, Rollout, Segment, StepPlan
 from shared.run_files import read_recorded_step, read_steps
 from shared.schema import encode_group
 from shared.store import Store, read_trajectories, write_trajectories
 
 STEPS, PROMPTS = 4, 2
 WITHOUT_SIGNAL = 2  # a step whose rewards are all equal
-UNCLIPPED = (0.999, 1e6)  # so that every sequence has a part in the gradient
+UNCLIPPED = ClipRange(0.999, 1e6)  # so that every sequence has a part in the gradient
 WORKER = "worker-0"
 
 
 def record_run(root: Path, kind: str = "dense", num_exported: int = STEPS) -> Path:
     """Train as the learner does, with a real ledger and store; the run directory. The last weights are in `end`."""
     policy, config = tiny_policy(root / "model", kind, tied=kind == "dense", minibatches=2, weight_decay=0.1)
-    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": "float32"})})
     (root / "model" / "tokenizer.json").write_text("{}")
     run = root / "run"
     store, ledger = Store(run), Ledger(LedgerRules(PROMPTS, 0, STEPS))
@@ -50,7 +49,7 @@ def record_run(root: Path, kind: str = "dense", num_exported: int = STEPS) -> Pa
             groups.append(replace(tiny_group(ticket.group.number, rewards), group=ticket.group))
             ledger.submit(WORKER, ticket)
             store.save_ready(ledger.row(ticket.group), encode_group(groups[-1]))
-        plan = StepPlan(step, tuple(ledger.take(step) or ()), 11 + step, *UNCLIPPED)
+        plan = StepPlan(step, tuple(ledger.take(step) or ()), 11 + step, UNCLIPPED)
         ledger.begin_step(plan)
         save_step(store, ledger, step)
         changed = train_step(policy, optimizer, groups, plan, config).num_updates > 0

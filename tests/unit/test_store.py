@@ -15,7 +15,7 @@ import pytest
 from shared.errors import SchemaError
 from shared.ledger import Ledger
 from shared.ledger_rows import GroupRow, GroupState, LedgerRules
-from shared.records import Group, GroupId, StepPlan, Ticket
+from shared.records import ClipRange, Group, GroupId, StepPlan, Ticket
 from shared.schema import encode_group
 from shared.store import Store
 
@@ -43,7 +43,7 @@ def everything(make_group: MakeGroup, directory: Path) -> list[Callable[[], None
         store.save_ready(ledger.row(tickets[index].group), encode_group(make_group(tickets[index])))
 
     def begin(step: int) -> None:
-        ledger.begin_step(StepPlan(step, tuple(ledger.take(step) or ()), 7, 3e-4, 4e-4))
+        ledger.begin_step(StepPlan(step, tuple(ledger.take(step) or ()), 7, ClipRange(3e-4, 4e-4)))
         save_step(step)
 
     def commit(step: int) -> None:
@@ -157,7 +157,7 @@ def test_a_database_of_another_layout_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
         database.execute("PRAGMA user_version = 99")
-    with pytest.raises(SchemaError, match=r"layout version 99, this release uses 2.*choose another run\.name"):
+    with pytest.raises(SchemaError, match=r"layout version 99, this release uses 3.*choose another run\.name"):
         Store(tmp_path)
 
 

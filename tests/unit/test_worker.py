@@ -83,6 +83,5 @@ def test_a_group_whose_completions_are_never_trusted_is_dropped_and_replaced(
 
 def test_an_evaluation_never_bears_the_label_of_another_version(config: Config, hub: Hub, tmp_path: Path) -> None:
     late = make_worker(config, hub, tmp_path)
-    late._active = (1, 0)
-    asyncio.run(late._evaluate(0))
+    asyncio.run(late._evaluate(1))
     assert read_evaluations(tmp_path) == []

@@ -20,12 +20,12 @@ from worker_stories import (
     weights,
 )
 
-import rollout.worker
+import rollout.follow
 from rollout.prompts import PromptSource
 from shared.config import Config
-from shared.errors import RolloutRejected, RunFailed, WeightSyncError
+from shared.errors import RolloutRejected, RunFailed, WeightsRefused, WeightSyncError
 from shared.hub import Hub
-from shared.protocols import Completion, GenerateRequest
+from shared.protocols import Completion, GenerateRequest, RequestsInLoad
 from shared.records import Group, GroupId, Manifest, Publication
 from shared.run_files import read_ledger, read_syncs
 from shared.weights import weights_digest
@@ -64,7 +64,9 @@ class VersionedEngine(FakeEngine):
 
 
 class RefusingEngine(FakeEngine):
-    async def load(self, manifest: Manifest, files: Sequence[Path]) -> dict[str, float]:
+    async def load(
+        self, manifest: Manifest, files: Sequence[Path], requests: RequestsInLoad = "recompute"
+    ) -> dict[str, float]:
         raise WeightSyncError(f"version {manifest.version} is refused")
 
 
@@ -79,7 +81,7 @@ class LostBucket:
 def test_weights_that_are_gone_are_survived_and_the_next_ones_count(
     tell: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout.worker, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(rollout.follow, "_LOOK_AGAIN_S", 0.01)
 
     async def story(config: Config, hub: Hub) -> None:
         engine = VersionedEngine()
@@ -213,9 +215,9 @@ def test_one_of_three_engines_refuses_the_weights_and_the_run_goes_on(
         workers = [make_worker(config, hub, tmp_path, engine, f"w{i}") for i, engine in enumerate(engines)]
         first, refusing, third = [start(worker) for worker in workers]
         groups: list[Group] = await train_step(hub, 0)
-        with pytest.raises(WeightSyncError, match="version 1 is refused"):
+        with pytest.raises(WeightsRefused, match="version 1 was refused by the transport check: version 1 is refused"):
             await refusing
-        await hub.leave("w1", "WeightSyncError")
+        await hub.leave("w1", "WeightsRefused")
         for step in range(1, 6):
             groups += await train_step(hub, step)
         assert await first

@@ -1,0 +1,100 @@
+"""Engine against learner at equal weights: how far they are apart, and what the clip range makes of it.
+
+python scripts/study_mismatch.py                  # runs what is missing (20 minutes on two idle cores), then reports
+python scripts/study_mismatch.py --report-only    # reads scripts/studies/mismatch, writes docs/study_mismatch.*
+python scripts/study_mismatch.py --short          # a minute, a few sequences, into a temporary folder
+
+No weights are ever updated: sequences are sampled by vLLM and scored by the learner under the model's own weights, in
+every precision mode. The models come from `make models`.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from study_mismatch_runs import SMOLLM2, TINY_MOE, Samples, Scores, run_all
+from study_results import Results
+
+from shared.config import Config
+
+STUDY, VERSION = "mismatch", 1
+COMMAND = "python scripts/study_mismatch.py"
+
+# Sampled and scored; bfloat16 samples are scored by a float32 learner too, which tells the engine's part.
+TEMPERATURES = (1.0, 0.6)
+SAMPLED = (
+    (TINY_MOE, "float32", (20, 12)),
+    (SMOLLM2, "float32", (12, 8)),
+    (SMOLLM2, "bfloat16", (84, 50)),
+    (SMOLLM2, "float16", (8, 4)),
+)
+SCORED_BY = {
+    "float32": ("float32",),
+    "bfloat16": ("bfloat16", "bfloat16-float32-head", "float32"),
+    "float16": ("float16",),
+}
+NUM_BY_FLOAT32 = 24
+
+
+def plan(short: bool) -> tuple[list[Samples], list[Scores]]:
+    """Every run of the study."""
+    kinds = [(TINY_MOE, "float32", (4, 4)), (SMOLLM2, "bfloat16", (6, 6))] if short else SAMPLED
+    max_tokens = 48 if short else 512
+    all_samples = [
+        Samples(model, precision, temperature, num_sequences, max_tokens)
+        for model, precision, numbers in kinds
+        for temperature, num_sequences in zip(TEMPERATURES, numbers, strict=True)
+    ]
+    all_scores = []
+    for samples in all_samples:
+        for precision in SCORED_BY[samples.precision]:
+            is_other = samples.precision != "float32" and precision == "float32"
+            num_sequences = min(samples.num_sequences, NUM_BY_FLOAT32) if is_other else samples.num_sequences
+            all_scores.append(Scores(samples, precision, num_sequences))
+    return all_samples, all_scores
+
+
+async def vllm_engine(config: Config) -> Any:
+    from rollout.engine import VllmEngine
+
+    return await VllmEngine.create(config)
+
+
+def make_runs(all_samples: Sequence[Samples], all_scores: Sequence[Scores], results: Results) -> None:
+    """Make what is missing, with a bar for each part."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with Progress(console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        asyncio.run(run_all(all_samples, all_scores, results, vllm_engine, progress))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--short", action="store_true", help="a minute's form of it, into a temporary folder")
+    parser.add_argument("--report-only", action="store_true", help="run nothing")
+    options = parser.parse_args(arguments)
+    all_samples, all_scores = plan(options.short)
+    with tempfile.TemporaryDirectory(prefix="seqrelay-study-") as temporary:
+        results = Results(STUDY, VERSION, Path(temporary) if options.short else None)
+        if not options.report_only:
+            make_runs(all_samples, all_scores, results)
+        from study_mismatch_report import write_report
+
+        return write_report(all_scores, results, Path(temporary) if options.short else Path("docs"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
