@@ -24,6 +24,8 @@ MIN_PROBE_TOKENS = 128
 MAX_PROBE_FACTOR = 4.0
 # One step changes the scale of the range by at most 2; a clipped share that is off by 0.5 does so.
 MAX_SCALE_STEP = 2.0
+# On either side, nats a token: wide enough to clip nothing, and 1 - low stays above 0 in float64.
+MAX_LOG_WIDTH = 10.0
 SCALE_GAIN = math.log(MAX_SCALE_STEP) / 0.5
 
 
@@ -31,7 +33,8 @@ def clip_range(config: ClipConfig, calibration: Calibration) -> ClipRange:
     """The range of a step: the configured one times the scale, and the mismatch unless calibration is "none"."""
     low, high = config.low, config.high
     if (scale := calibration.scale) != 1.0:  # in logs; a scale of 1 keeps the configured numbers to the last bit
-        low, high = -math.expm1(scale * math.log1p(-low)), math.expm1(scale * math.log1p(high))
+        low = -math.expm1(max(-MAX_LOG_WIDTH, scale * math.log1p(-low)))
+        high = math.expm1(min(MAX_LOG_WIDTH, scale * math.log1p(high)))
     mismatch = current_mismatch(calibration)
     if config.calibration == "none" or mismatch is None:
         return ClipRange(low, high)

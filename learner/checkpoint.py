@@ -111,7 +111,9 @@ def load_checkpoint(path: Path, config: Config) -> tuple[Policy, Optimizer, Chec
     `Policy.load`.
     """
     state = _read_state(path)
-    policy = Policy.load(config.model_copy(update={"model": config.model.model_copy(update={"path": str(path / MODEL)})}))
+    policy = Policy.load(
+        config.model_copy(update={"model": config.model.model_copy(update={"path": str(path / MODEL)})})
+    )
     policy.source = Path(config.model.path)  # this checkpoint may be pruned before the next one copies its tokenizer
     optimizer = Optimizer(policy, config)
     tensors = load_file(path / OPTIMIZER)

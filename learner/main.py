@@ -87,7 +87,9 @@ class Learner:
         self.version = step + 1
         self.calibration = calibration_after(plan, result, self.config)
         timings = {"stepped": stepped, "waited": waited, "trained": trained, "published": published}
-        hub.log_metrics(as_row(step_metrics(plan, groups, result, unmet_experts=self.publisher.num_unmet_experts, **timings)))
+        hub.log_metrics(
+            as_row(step_metrics(plan, groups, result, unmet_experts=self.publisher.num_unmet_experts, **timings))
+        )
         if self.version % self.config.learner.checkpoint_steps == 0:
             self.save()
         hub.report(recorder.take())

@@ -21,7 +21,9 @@ class ExpertCount:
         self.real_tokens: Tensor | None = None  # bool, of the rows of the next forward pass; padding is no meeting
 
     def add(self, name: str, experts_TK: Tensor) -> None:
-        chosen = experts_TK if self.real_tokens is None else experts_TK[self.real_tokens.flatten().to(experts_TK.device)]
+        chosen = (
+            experts_TK if self.real_tokens is None else experts_TK[self.real_tokens.flatten().to(experts_TK.device)]
+        )
         self._met[name][chosen.flatten().unique().cpu()] = True
 
     @property

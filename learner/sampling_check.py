@@ -107,26 +107,3 @@ def _fault(worker_id: str, version: int, mismatch: Mismatch, config: Config) -> 
         f"the sampling check refused {worker_id} at version {version}: {what} (learner minus engine: {figures}). "
         f"Look at temperature, filters, log-probability mode and cache of its engine; nothing was trained."
     )
-
-
-def summary(reports: Sequence[SamplingReport], config: Config) -> str:
-    """One line a person understands."""
-    mismatch = pool([report.mismatch for report in reports])
-    fixed, calibrated_ = (_mean_pairs(reports, kind) for kind in ("fixed_clip", "calibrated_clip"))
-    line = (
-        f"engine and learner agree: {mismatch.rms:.1e} nats a token apart on {mismatch.num_tokens:.0f} tokens "
-        f"(limit {config.max_mismatch:.0e}); before any update the clip range would cut "
-    )
-    fixed_text = f"{fixed[0]:.0%} of good and {fixed[1]:.0%} of bad samples"
-    if any(abs(r.mismatch.mean + r.mismatch.k3) > r.smallest_shift for r in reports):
-        line = "on the border of what chance explains (seqrelay doctor samples again): " + line
-    if config.clip.calibration == "none":
-        return line + fixed_text
-    return line + f"{calibrated_[0]:.0%} of good and {calibrated_[1]:.0%} of bad samples, uncalibrated {fixed_text}"
-
-
-def _mean_pairs(reports: Sequence[SamplingReport], name: str) -> tuple[float, float]:
-    """Over all sequences of all reports."""
-    num = sum(report.num_sequences for report in reports)
-    first, second = (sum(getattr(r, name)[i] * r.num_sequences for r in reports) / num for i in (0, 1))
-    return first, second

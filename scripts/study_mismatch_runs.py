@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 from study_results import Results, Run
 
@@ -132,7 +133,7 @@ async def run_all(
             async with _engine(config, make_engine) as engine:
                 for first in range(0, len(missing), together):
                     wave = missing[first : first + together]
-                    await asyncio.gather(*[_sample_run(s, engine, results, progress) for s in wave])
+                    await _sample_runs(wave, engine, results, progress)
                     for samples in wave:
                         score_what_waits(samples)
         for future in scoring:
@@ -192,36 +193,51 @@ def prompt_ids(samples: Samples) -> list[list[int]]:
     return [encoded[i % len(encoded)] for i in range(samples.num_sequences)]
 
 
-async def _sample_run(samples: Samples, engine: Engine, results: Results, progress: Progress) -> None:
-    prompts = prompt_ids(samples)
-    start_s = time.monotonic()
+async def _sample_runs(wave: Sequence[Samples], engine: Engine, results: Results, progress: Progress) -> None:
+    """Sample them at once; their cost is split by tokens."""
+    all_prompts = [prompt_ids(samples) for samples in wave]
+    start_s, start_cpu_s = time.monotonic(), _children_cpu_s()
+    pairs = zip(wave, all_prompts, strict=True)
+    sampled = await asyncio.gather(*[_sample(samples, prompts, engine, progress) for samples, prompts in pairs])
+    wall_s, cpu_s = time.monotonic() - start_s, _children_cpu_s() - start_cpu_s
+    num_tokens = [sum(len(c.token_ids) for c in completions) for completions in sampled]
+    for samples, prompts, completions, num in zip(wave, all_prompts, sampled, num_tokens, strict=True):
+        share = num / sum(num_tokens)
+        columns = {
+            "prompt_ids": _lists(prompts, pa.int32()),
+            "completion_ids": _lists([c.token_ids for c in completions], pa.int32()),
+            "engine_logprobs": _lists([c.logprobs for c in completions], pa.float32()),
+            "finish_reason": pa.array([c.finish_reason for c in completions]),
+        }
+        cost = {"wall_s": share * wall_s, "cpu_s": share * cpu_s, "num_tokens": num}
+        results.write(samples.arm, samples.settings, pa.table(columns), cost)
+
+
+async def _sample(
+    samples: Samples, prompts: Sequence[list[int]], engine: Engine, progress: Progress
+) -> list[Completion]:
     finished: list[Completion] = []
 
     async def one(index: int, prompt: list[int]) -> Completion:
-        completion = await engine.generate(
-            GenerateRequest(
-                request_id=f"{samples.arm}-{index}",
-                prompt_ids=prompt,
-                max_tokens=min(samples.max_tokens, samples.max_model_len - len(prompt)),
-                temperature=samples.temperature,
-                seed=derive_seed(0, samples.arm, index),
-                cache_salt="0",
-            )
+        request = GenerateRequest(
+            request_id=f"{samples.arm}-{index}",
+            prompt_ids=prompt,
+            max_tokens=min(samples.max_tokens, samples.max_model_len - len(prompt)),
+            temperature=samples.temperature,
+            seed=derive_seed(0, samples.arm, index),
+            cache_salt="0",
         )
-        finished.append(completion)
+        finished.append(await engine.generate(request))
         progress(f"sampling {samples.arm}", len(finished), len(prompts))
-        return completion
+        return finished[-1]
 
-    completions = await asyncio.gather(*[one(i, prompt) for i, prompt in enumerate(prompts)])
-    duration_s = time.monotonic() - start_s
-    columns = {
-        "prompt_ids": _lists(prompts, pa.int32()),
-        "completion_ids": _lists([c.token_ids for c in completions], pa.int32()),
-        "engine_logprobs": _lists([c.logprobs for c in completions], pa.float32()),
-        "finish_reason": pa.array([c.finish_reason for c in completions]),
-        "duration_s": pa.array([duration_s] * len(completions)),
-    }
-    results.write(samples.arm, samples.settings, pa.table(columns))
+    return await asyncio.gather(*[one(i, prompt) for i, prompt in enumerate(prompts)])
+
+
+def _children_cpu_s() -> float:
+    """CPU seconds of the engine's processes: unlike wall time, they do not count what else runs on this host."""
+    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return float(sum(t.user + t.system for t in times))
 
 
 def score_run(scores: Scores, results: Results, progress: Progress) -> None:
@@ -232,12 +248,12 @@ def score_run(scores: Scores, results: Results, progress: Progress) -> None:
     run = results.find(scores.samples.arm, scores.samples.settings)
     if run is None:
         raise ValueError(f"{scores.samples.arm} was not sampled yet: sample it before it is scored")
-    sequences = list(zip(*(_arrays(run, name) for name in ("prompt_ids", "completion_ids")), strict=True))
+    sequences = list(zip(*(arrays(run, name) for name in ("prompt_ids", "completion_ids")), strict=True))
     sequences = sequences[: scores.num_sequences]
     config = study_config(scores.samples.model, scores.precision, scores.samples.max_model_len)
     policy = Policy.load(config)
     parts: list[Any] = [None] * len(sequences)
-    num_done, start_s = 0, time.monotonic()
+    num_done, num_tokens, start_s, start_cpu_s = 0, 0, time.monotonic(), time.thread_time()
     with torch.no_grad():
         for batch in pack(sequences, config.learner.micro_batch_tokens, share_prompts=policy.shares_prompts):
             logprobs_T = policy.completion_logprobs(
@@ -245,19 +261,17 @@ def score_run(scores: Scores, results: Results, progress: Progress) -> None:
             ).cpu()
             for index, part in zip(batch.indices_S, logprobs_T.split(batch.lengths_S.tolist()), strict=True):
                 parts[index] = part.numpy()
-            num_done += len(batch.indices_S)
+            num_done, num_tokens = num_done + len(batch.indices_S), num_tokens + len(logprobs_T)
             progress(f"scoring {scores.arm}", num_done, len(sequences))
-    duration_s = time.monotonic() - start_s
-    columns = {
-        "learner_logprobs": _lists(parts, pa.float32()),
-        "duration_s": pa.array([duration_s] * len(parts)),
-    }
-    results.write(scores.arm, scores.settings, pa.table(columns))
+    wall_s, cpu_s = time.monotonic() - start_s, time.thread_time() - start_cpu_s
+    cost = {"wall_s": wall_s, "cpu_s": cpu_s, "num_tokens": num_tokens}
+    results.write(scores.arm, scores.settings, pa.table({"learner_logprobs": _lists(parts, pa.float32())}), cost)
 
 
 def _lists(values: Sequence[Any], item: pa.DataType) -> pa.Array:
     return pa.array([np.asarray(v) for v in values], type=pa.list_(item))
 
 
-def _arrays(run: Run, column: str) -> list[np.ndarray]:
+def arrays(run: Run, column: str) -> list[np.ndarray]:
+    """A list column as one array a sequence."""
     return [value.values.to_numpy() for value in run.table.column(column)]

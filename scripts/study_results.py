@@ -29,11 +29,11 @@ _ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its rows, when and on what it was made, and the file."""
+    """A finished run: its rows, when (`on`), on what (`machine`) and at which cost it was made, and the file."""
 
     arm: str
     table: pa.Table
-    made: Mapping[str, str]
+    made: Mapping[str, Any]
     path: Path
 
 
@@ -65,9 +65,12 @@ class Results:
             raise ValueError(f"{path}: its metadata is of another run than its name says; remove it")
         return Run(arm, table, json.loads(metadata[_MADE]), path)
 
-    def write(self, arm: str, settings: Mapping[str, Any], table: pa.Table) -> Run:
-        """Keep a finished run, in one piece or not at all."""
-        path, made = self.path(arm, settings), {"on": datetime.date.today().isoformat(), "machine": machine()}
+    def write(
+        self, arm: str, settings: Mapping[str, Any], table: pa.Table, cost: Mapping[str, float] | None = None
+    ) -> Run:
+        """Keep a finished run, in one piece or not at all; `cost` joins what is noted of its making."""
+        path = self.path(arm, settings)
+        made = {"on": datetime.date.today().isoformat(), "machine": machine(), **(cost or {})}
         metadata = {_DECIDED_BY: self._decided_by(arm, settings).encode(), _MADE: json.dumps(made).encode()}
         self.folder.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(suffix=".new", dir=self.folder)

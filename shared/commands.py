@@ -45,6 +45,7 @@ def _watch_steps(
     outcome = run(progress)
     progress.say(f"run directory: {run_directory}")
     if outcome.finished:
+        progress.say(progress.verified())
         progress.say("final weights: checkpoints/final (loads with transformers and vLLM)")
     else:
         progress.say("stopped before the last step; the same command with --resume goes on")

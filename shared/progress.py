@@ -10,10 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from shared.agreement import refusal, summary
 from shared.config import Config
+from shared.records import ProbeReport
+from shared.run_files import probe_of, sampling_of
 
 _COLUMNS = (
-    ("step", 5), ("reward", 7), ("clip +", 7), ("clip -", 7), ("log s", 9), ("stale", 6), ("len", 6),
+    ("step", 5), ("reward", 7), ("clip +", 7), ("clip -", 7), ("log s", 9), ("spread", 8), ("stale", 6), ("len", 6),
     ("gen tok/s", 10), ("train tok/s", 12), ("wait s", 7), ("step s", 7), ("sync s", 7),
 )  # fmt: skip
 
@@ -25,12 +28,17 @@ class Progress:
     """Shows new metrics lines on each `update`."""
 
     def __init__(self, config: Config, run_directory: Path, json_lines: bool) -> None:
+        self._config = config
         self._num_steps = config.learner.steps
         self._run_directory = run_directory
         self._json_lines = json_lines
         self._console = Console(highlight=False)
-        self._files = {kind: _Tail(run_directory / f"{kind}.jsonl") for kind in ("metrics", "syncs", "evaluations")}
+        self._files = {
+            kind: _Tail(run_directory / f"{kind}.jsonl")
+            for kind in ("checks", "metrics", "syncs", "probes", "evaluations")
+        }
         self._sync_s: dict[int, float] = {}
+        self._num_verified, self._max_abs = 0, 0.0
         self._step = 0
         self._header_shown = False
         self._started_s = time.monotonic()
@@ -45,8 +53,11 @@ class Progress:
     def update(self) -> None:
         """Print what was appended since the last call."""
         for kind, tail in self._files.items():
-            for row in tail.new_rows():
+            rows = list(tail.new_rows())
+            for row in rows:
                 self._show(kind, row)
+            if kind == "checks" and rows and not self._json_lines:
+                self._console.print(summary([sampling_of(row) for row in rows], self._config), soft_wrap=True)
         elapsed_s = time.monotonic() - self._started_s
         doing = f"step {self._step} of {self._num_steps}" if self._header_shown else "starting engine and learner"
         self._status.update(f"{doing}, {elapsed_s:.0f} s; logs in {self._run_directory / 'logs'}")
@@ -55,6 +66,13 @@ class Progress:
         """A line for a person."""
         if not self._json_lines:
             self._console.print(line, soft_wrap=True)
+
+    def verified(self) -> str:
+        """How many loads of weights the workers verified so far, and how far engine and learner were apart at most."""
+        return (
+            f"{self._num_verified} loads of new weights verified, single log-probabilities at most "
+            f"{_small(self._max_abs)} nats apart"
+        )
 
     def close(self) -> None:
         """Give the terminal back as it was."""
@@ -66,12 +84,21 @@ class Progress:
         elif kind == "syncs":
             total_s = sum(row[part] for part in ("fetch_s", "digest_s", "stage_s", "pause_s", "load_s", "resume_s"))
             self._sync_s[row["version"]] = total_s
+        elif kind == "probes":
+            self._count(probe_of(row))
         elif kind == "evaluations":
             scored = row["num_samples"] - row["num_unscored"]
             rate = f"{row['num_passed'] / scored:.2f}" if scored else "-"
             self._console.print(f"held-out pass rate at version {row['version']}: {rate} ({scored} samples)")
-        else:
+        elif kind == "metrics":
             self._show_step(row)
+
+    def _count(self, probe: ProbeReport) -> None:
+        if probe.released:
+            self._num_verified += 1
+            self._max_abs = max(self._max_abs, probe.max_abs)
+        else:
+            self._console.print(refusal(probe, self._config), soft_wrap=True)
 
     def _show_step(self, row: dict[str, Any]) -> None:
         if not self._header_shown:
@@ -80,7 +107,7 @@ class Progress:
         self._step = row["step"] + 1
         cells = (
             str(row["step"]), _number(row["reward_mean"], 3), _number(row["clip_fraction_positive"], 2),
-            _number(row["clip_fraction_negative"], 2), _number(row["log_ratio_mean"], 5),
+            _number(row["clip_fraction_negative"], 2), _number(row["log_ratio_mean"], 5), _small(row["mismatch_spread"]),
             _number(row["staleness_mean"], 2), _number(row["completion_length_mean"], 1),
             _number(row["rollout_tokens_per_s"], 0), _number(row["learner_tokens_per_s"], 0),
             _number(row["wait_s"], 1), _number(row["step_s"], 1), _number(self._sync_s.get(row["step"]), 2),
@@ -128,6 +155,11 @@ class _Tail:
         end = text.rfind(b"\n") + 1
         self._offset += end
         return text[:end].decode("utf-8", errors="replace").splitlines()
+
+
+def _small(value: float | None) -> str:
+    """Two digits of a number that may be anything from 1e-6 to 1."""
+    return "-" if value is None else f"{value:.2g}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -5,7 +5,7 @@ The JSON lines that the hub appended, the steps in its ledger and the groups tha
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,18 +55,24 @@ def read_syncs(run_directory: Path) -> list[SyncReport]:
 
 
 def read_probes(run_directory: Path) -> list[ProbeReport]:
-    rows = read_rows(run_directory / "probes.jsonl")
-    return [ProbeReport(**{**row, "mismatch": Mismatch(**row["mismatch"])}) for row in rows]
+    return [probe_of(row) for row in read_rows(run_directory / "probes.jsonl")]
 
 
 def read_checks(run_directory: Path) -> list[SamplingReport]:
     """What the sampling check of version 0 found, by worker."""
-    rows = read_rows(run_directory / "checks.jsonl")
-    pairs = ({key: tuple(row[key]) for key in ("fixed_clip", "calibrated_clip")} for row in rows)
-    return [
-        SamplingReport(**{**row, **p, "mismatch": Mismatch(**row["mismatch"])})
-        for row, p in zip(rows, pairs, strict=True)
-    ]
+    return [sampling_of(row) for row in read_rows(run_directory / "checks.jsonl")]
+
+
+def probe_of(row: Mapping[str, Any]) -> ProbeReport:
+    """A line of probes.jsonl as a record."""
+    return ProbeReport(**{**row, "mismatch": Mismatch(**row["mismatch"])})
+
+
+def sampling_of(row: Mapping[str, Any]) -> SamplingReport:
+    """A line of checks.jsonl as a record."""
+    fixed, calibrated = tuple(row["fixed_clip"]), tuple(row["calibrated_clip"])
+    mismatch = Mismatch(**row["mismatch"])
+    return SamplingReport(**{**row, "mismatch": mismatch, "fixed_clip": fixed, "calibrated_clip": calibrated})
 
 
 def read_evaluations(run_directory: Path) -> list[EvalReport]:

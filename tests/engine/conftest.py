@@ -84,20 +84,25 @@ class ServedVllm:
                 scale = self._noise_scale * (value.std() + 0.01)
                 value.add_(scale * torch.randn(value.shape, generator=generator))
 
+    def next_version(self) -> int:
+        """A version that this engine has not held."""
+        self._version += 1
+        return self._version
+
     def publish(self, noise: int | None, edit: Edit | None = None, only: str = "") -> tuple[Manifest, list[Path]]:
         """Stage weights as the next version: the model's own with this noise, or what `edit` makes of them."""
         self.set_noise(noise, only)
-        self._version += 1
+        version = self.next_version()
         tensors = dict(edit(self.tensors()) if edit else self.tensors())
         names = list(tensors)
         size = -(-len(names) // NUM_BUCKETS)
         entries, files = [], []
         for number, first in enumerate(range(0, len(names), size)):
-            file = self._folder / f"v{self._version}-{number}.safetensors"
+            file = self._folder / f"v{version}-{number}.safetensors"
             file.write_bytes(save({name: tensors[name] for name in names[first : first + size]}))
             entries += bucket_entries(np.fromfile(file, dtype=np.uint8), number)
             files.append(file)
-        return Manifest(self._version, self._version, tuple(entries)), files
+        return Manifest(version, version, tuple(entries)), files
 
     def load(self, noise: int | None, edit: Edit | None = None, only: str = "") -> dict[str, float]:
         manifest, files = self.publish(noise, edit, only)

@@ -4,7 +4,7 @@ One worker's weights and generator around the served engine; the hub is a stand-
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +27,8 @@ pytestmark = pytest.mark.engine
 
 PROMPT = tuple(range(40, 52))
 NUM_PROBES, PROBE_TOKENS = 4, 24
-MAX_TOKENS = 64
+OLD, NEW = 51, 52  # noise seeds
 LIMIT = 1e-4  # of float32, rms in nats a token
-Tensor = str
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Arriving:
     def __init__(self, *blobs: Blob) -> None:
         self._blobs = list(blobs)
 
-    def __await__(self) -> Iterator[Any]:
+    def __await__(self) -> Generator[Any, None, Blob]:
         yield from asyncio.sleep(0).__await__()
         return self._blobs.pop(0) if len(self._blobs) > 1 else self._blobs[0]
 
@@ -110,14 +109,18 @@ class WatchedEngine:
 
 
 class Story:
-    """A worker's weights and generator around a served engine, with the published versions by noise seed."""
+    """A worker's weights and generator around a served engine, with the published versions by noise seed.
 
-    def __init__(self, served: Any, folder: Path) -> None:
+    `max_tokens` of a sample take some times `head_s` on this model; `made`: publications by noise seed, to use again.
+    """
+
+    def __init__(self, served: Any, folder: Path, max_tokens: int, head_s: float, made: dict[int, Publication]) -> None:
         self.served, self.feed, self.engine = served, Feed(), WatchedEngine(served.engine)
+        self.max_tokens, self.head_s = max_tokens, head_s
         config = Config.model_validate(
             {
                 "model": {"path": str(served.path), "precision": "float32"},
-                "sampling": {"group_size": 4, "max_tokens": MAX_TOKENS},
+                "sampling": {"group_size": 4, "max_tokens": max_tokens},
             }
         )
         assert config.max_mismatch == LIMIT
@@ -126,24 +129,29 @@ class Story:
         self.generator = GroupGenerator(config, self.engine, decoder, lambda s, _: [0.0] * len(s), recorder)
         staging = Staging("test-verdicts", fallback=folder)
         self.weights = WeightFollower(config, self.feed, self.engine, staging, recorder, self.generator.verdicts)
-        self.noises: dict[int, int | None] = {}
-        self._sequences: list[tuple[list[int], np.ndarray]] = []
+        self.noises: dict[int, int] = {}
+        self._made = made
 
-    def publication(self, noise: int | None) -> Publication:
+    def publication(self, noise: int) -> Publication:
         """The next version, with a probe by transformers under exactly its weights."""
+        if noise not in self._made:
+            self._made[noise] = self._publication(noise)
+        version = self.served.next_version()
+        self.noises[version] = noise
+        made = self._made[noise]
+        return replace(made, manifest=replace(made.manifest, version=version, weights_version=version))
+
+    def _publication(self, noise: int) -> Publication:
         manifest, files = self.served.publish(noise)
         blobs = tuple(np.fromfile(file, dtype=np.uint8) for file in files)
         for file in files:
             file.unlink()
-        if not self._sequences:
-            prompts = [list(PROMPT[: 4 + i]) for i in range(NUM_PROBES)]
-            drawn = self.served.sample(prompts, PROBE_TOKENS)
-            self._sequences = [(p, c.token_ids) for p, c in zip(prompts, drawn, strict=True)]
+        prompts = [list(PROMPT[: 4 + i]) for i in range(NUM_PROBES)]
+        drawn = [completion.token_ids for completion in self.served.sample(prompts, PROBE_TOKENS)]
         probe = []
-        for prompt, ids in self._sequences:
-            logprobs = self.served.reference(prompt, SimpleNamespace(token_ids=ids))
-            probe.append(ProbeSequence(np.int32([*prompt, *ids]), len(prompt), np.float32(logprobs)))
-        self.noises[manifest.version] = noise
+        for prompt, ids in zip(prompts, drawn, strict=True):
+            logprobs = self.served.reference(prompt, SimpleNamespace(token_ids=ids)).astype(np.float32)
+            probe.append(ProbeSequence(np.asarray([*prompt, *ids], dtype=np.int32), len(prompt), logprobs))
         return Publication(replace(manifest, probe=tuple(probe)), blobs)
 
     async def group(self, number: int) -> Group:
@@ -173,17 +181,23 @@ def versions(groups: Sequence[Group]) -> set[int]:
     return {s.policy_version for g in groups for r in g.rollouts for s in r.segments}
 
 
+@pytest.fixture(scope="module")
+def made() -> dict[str, dict[int, Publication]]:
+    return {"dense": {}, "moe": {}}
+
+
 @pytest.fixture(params=["dense", "moe"])
-def story(request: pytest.FixtureRequest, tmp_path: Path) -> Story:
-    return Story(request.getfixturevalue(request.param), tmp_path)
+def story(request: pytest.FixtureRequest, made: Any, tmp_path: Path) -> Story:
+    max_tokens, head_s = {"dense": (24, 0.4), "moe": (64, 0.1)}[request.param]
+    return Story(request.getfixturevalue(request.param), tmp_path, max_tokens, head_s, made[request.param])
 
 
 @pytest.fixture
-def moe_story(moe: Any, tmp_path: Path) -> Story:
-    return Story(moe, tmp_path)
+def moe_story(moe: Any, made: Any, tmp_path: Path) -> Story:
+    return Story(moe, tmp_path, 64, 0.1, made["moe"])
 
 
-def changed(publication: Publication, name: Tensor) -> list[Blob]:
+def changed(publication: Publication, name: str) -> list[Blob]:
     """The buckets with one bit of one tensor changed."""
     (entry,) = [entry for entry in publication.manifest.tensors if entry.name == name]
     blobs = [blob.copy() for blob in publication.buckets]
@@ -220,14 +234,14 @@ def refused_in_transport(story: Story, first: Publication, arrives: list[Blob], 
 
 
 def test_the_transport_check_finds_one_changed_tensor(story: Story, caplog: pytest.LogCaptureFixture) -> None:
-    first, good = story.publication(None), story.publication(51)
+    first, good = story.publication(OLD), story.publication(NEW)
     name = "model.layers.2.self_attn.v_proj.weight"
     refused_in_transport(story, first, changed(good, name), good)
     assert f"refused by the transport check: tensor {name!r}: digest" in caplog.text
 
 
 def test_the_transport_check_finds_one_wrong_expert(moe_story: Story, caplog: pytest.LogCaptureFixture) -> None:
-    first, good = moe_story.publication(None), moe_story.publication(52)
+    first, good = moe_story.publication(OLD), moe_story.publication(NEW)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     refused_in_transport(moe_story, first, changed(good, name), good)
     assert f"refused by the transport check: tensor {name!r}: digest" in caplog.text
@@ -236,12 +250,12 @@ def test_the_transport_check_finds_one_wrong_expert(moe_story: Story, caplog: py
 def test_the_transport_check_finds_the_buckets_of_an_old_version(
     story: Story, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, good = story.publication(None), story.publication(53)
+    first, good = story.publication(OLD), story.publication(NEW)
     refused_in_transport(story, first, list(first.buckets), good)
     assert f"version {good.manifest.version} was refused by the transport check: tensor 'model." in caplog.text
 
 
-def put_back(first: Publication, name: Tensor, manifest: Manifest, files: Sequence[Path]) -> None:
+def put_back(first: Publication, name: str, manifest: Manifest, files: Sequence[Path]) -> None:
     """Give one tensor in the staged files the bytes that it had in `first`: a fault after the transport."""
     (old,) = [entry for entry in first.manifest.tensors if entry.name == name]
     (entry,) = [entry for entry in manifest.tensors if entry.name == name]
@@ -250,8 +264,11 @@ def put_back(first: Publication, name: Tensor, manifest: Manifest, files: Sequen
         file.write(first.buckets[old.bucket][old.start : old.end].tobytes())
 
 
-def refused_by_the_probe(story: Story, first: Publication, good: Publication, name: Tensor) -> None:
-    """`good` arrives, and one tensor of it is spoiled after that, once. Group 0 runs during the load, 1 and 2 after it."""
+def refused_by_the_probe(story: Story, first: Publication, good: Publication, name: str) -> None:
+    """`good` arrives, and one tensor of it is spoiled after that, once.
+
+    Group 0 runs during the load, 1 is sampled after it, and 2 runs when the probe is scored.
+    """
     engine, feed, new_version = story.engine, story.feed, good.manifest.version
 
     async def told() -> list[Group]:
@@ -263,7 +280,7 @@ def refused_by_the_probe(story: Story, first: Publication, good: Publication, na
         async def spoil(manifest: Manifest, files: Sequence[Path]) -> None:
             put_back(first, name, manifest, files)
             tasks.append(asyncio.create_task(story.group(0)))
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(story.head_s)
 
         engine.before_load = spoil
         engine.scoring.clear()
@@ -291,10 +308,10 @@ def refused_by_the_probe(story: Story, first: Publication, good: Publication, na
     print(f"rms of the probe, before, wrong, right: {figures}; largest error of samples {error:.1e}")
     assert [released for _, released in feed.verdicts] == [True, False, True]
     assert engine.loads[1:] == [(new_version, "recompute"), (new_version, "abort")]
-    assert {len(rollout.segments) for rollout in groups[0].rollouts} == {2}, "group 0 was to be cut"
+    assert versions(groups[:1]) == {first.manifest.version, new_version}, "group 0 was to be cut"
     assert versions(groups[1:]) == {new_version}
     assert error < 1e-4
-    assert max(r.num_tokens for g in groups for r in g.rollouts) <= MAX_TOKENS
+    assert max(r.num_tokens for g in groups for r in g.rollouts) <= story.max_tokens
     seeds = [request.seed for request in engine.asked]
     assert len(set(seeds)) == len(seeds)
     assert probes[1].mismatch.rms > 3 * LIMIT
@@ -302,20 +319,21 @@ def refused_by_the_probe(story: Story, first: Publication, good: Publication, na
 
 
 def test_the_load_check_finds_one_wrong_tensor(story: Story) -> None:
-    first, good = story.publication(None), story.publication(54)
+    first, good = story.publication(OLD), story.publication(NEW)
     refused_by_the_probe(story, first, good, "model.layers.2.self_attn.v_proj.weight")
 
 
 def test_the_load_check_finds_one_wrong_expert_that_the_probe_meets(moe_story: Story) -> None:
-    first, good = moe_story.publication(None), moe_story.publication(55)
+    first, good = moe_story.publication(OLD), moe_story.publication(NEW)
     expert = most_met_expert(moe_story, good, layer=1)
     refused_by_the_probe(moe_story, first, good, f"model.layers.1.mlp.experts.{expert}.down_proj.weight")
 
 
 def most_met_expert(story: Story, publication: Publication, layer: int) -> int:
-    """By the probe's tokens, with the weights that transformers holds now."""
+    """By the probe's tokens under the new weights."""
     import torch
 
+    story.served.set_noise(NEW)
     counts = np.zeros(story.served.model.config.num_experts, dtype=int)
     for sequence in publication.manifest.probe:
         with torch.no_grad():

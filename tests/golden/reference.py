@@ -55,3 +55,13 @@ def gradient(
         slope = 0.0 if is_clipped else s * advantage
         result.append([-slope / len(token_logprobs) / len(sequences)] * len(token_logprobs))
     return result
+
+
+def calibrated_range(
+    clip_low: float, clip_high: float, bias: float, spread: float, z: float, length: int
+) -> tuple[float, float]:
+    """Widths below and above 1 of the range that allows for the noise of a mean of `length` tokens, as ratios."""
+    noise = z * spread / np.sqrt(length)
+    lower = (1.0 - clip_low) * np.exp(-bias - noise)
+    upper = (1.0 + clip_high) * np.exp(-bias + noise)
+    return float(1.0 - lower), float(upper - 1.0)

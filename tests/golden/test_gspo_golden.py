@@ -170,3 +170,21 @@ def test_shapes_that_do_not_belong_together_are_refused(lengths: list[int], num_
             clip=FIXED,
             num_sequences=2,
         )
+
+
+@pytest.mark.parametrize("advantage", [1.3, -0.7])
+@pytest.mark.parametrize("log_ratio", [-0.2, -0.09, -0.05, 0.0, 0.05, 0.09, 0.2])
+def test_calibrated_range_depends_on_each_sequences_length(advantage: float, log_ratio: float) -> None:
+    """Against the reference with the range of each length: by value, gradient and count."""
+    clip = ClipRange(LOW, HIGH, bias=0.004, spread=0.15, z=1.96)
+    for length in (4, 16, 64):
+        sequences = random_sequences([length])
+        behavior = behavior_for(sequences, [log_ratio])
+        loss, gradients, metrics = run(sequences, behavior, [advantage], clip=clip)
+        low, high = reference.calibrated_range(LOW, HIGH, 0.004, 0.15, 1.96, length)
+        values = [s.tolist() for s in sequences]
+        assert loss == pytest.approx(reference.loss(values, behavior, [advantage], low, high), rel=1e-6)
+        expected = reference.gradient(values, behavior, [advantage], low, high)
+        np.testing.assert_allclose(gradients[0], expected[0], rtol=1e-5, atol=1e-9)
+        clipped = log_ratio > np.log1p(high) if advantage > 0 else log_ratio < np.log1p(-low)
+        assert metrics.num_clipped_positive + metrics.num_clipped_negative == int(clipped)

@@ -118,7 +118,9 @@ def clipped(config: Config) -> Any:
     groups = [
         replace(g, rollouts=tuple(shifted(r, 0.1 if n < 2 else -0.1) for r in g.rollouts)) for n, g in enumerate(GROUPS)
     ]
-    metrics = train_step(policy, Optimizer(policy, config), groups, step_plan(config, 0, groups, MEASURED), config).metrics
+    metrics = train_step(
+        policy, Optimizer(policy, config), groups, step_plan(config, 0, groups, MEASURED), config
+    ).metrics
     return metrics.num_clipped_positive, metrics.num_clipped_negative
 
 
@@ -136,7 +138,11 @@ def refused_samples(config: Config) -> list[bool]:
 def published(config: Config) -> Any:
     tensors = [(f"t{i}", torch.ones(300_000)) for i in range(4)]
     manifest, buckets = build_publication_parts(
-        tensors, version=1, weights_version=1, dtype=config.model.mode.engine, bucket_bytes=config.sync.bucket_mib * 2**20
+        tensors,
+        version=1,
+        weights_version=1,
+        dtype=config.model.mode.engine,
+        bucket_bytes=config.sync.bucket_mib * 2**20,
     )
     policy = Policy.load(config)
     num = config.sync.probe_sequences

@@ -16,7 +16,16 @@ from learner.recover import recover
 from shared.config import Config
 from shared.hub import Hub, MetricRow
 from shared.hub_state import HubStatus
-from shared.records import ClipRange, ProbeReport, Publication, SamplingReport, RecordedStep, ResumePoint, Span, StepPlan
+from shared.records import (
+    ClipRange,
+    ProbeReport,
+    Publication,
+    RecordedStep,
+    ResumePoint,
+    SamplingReport,
+    Span,
+    StepPlan,
+)
 from shared.run_files import read_ledger
 from shared.schema import decode_group, encode_group
 from shared.store import read_trajectories, write_trajectories

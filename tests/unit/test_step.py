@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import plan_for, tiny_group, tiny_policy
+from tiny_models import plan_for, tiny_config, tiny_group, tiny_policy
 
-from learner.optim import Optimizer
+from learner.optim import FLOAT16_LOSS_SCALE, Optimizer
+from learner.packing import pack
 from learner.policy import Policy
 from learner.step import StepResult, train_step
 from shared.errors import HubError
@@ -192,3 +193,45 @@ def test_mixed_temperatures_are_refused(tmp_path: Path) -> None:
     policy, config = tiny_policy(tmp_path)
     with pytest.raises(ValueError, match=r"\[0.5, 1.0\]"):
         train_step(policy, Optimizer(policy, config), groups, plan_for(groups), config)
+
+
+def test_the_recompute_anchor_is_the_weights_that_the_step_started_from(tmp_path: Path) -> None:
+    """Whatever the engine said, the first mini-batch has ratio 1; the second shows the step's own update."""
+    groups = [tiny_group(i, MIXED) for i in range(4)]
+    engine = Run(tmp_path / "engine", groups, minibatches=2)
+    anchored = Run(tmp_path / "anchored", groups, minibatches=2, anchor="recompute", lr=0.05)
+    first, second = (m.metrics for m in anchored.result.minibatches)
+    assert first.max_abs_log_ratio < 1e-6 < 1e-4 < second.max_abs_log_ratio
+    assert engine.result.minibatches[0].metrics.max_abs_log_ratio > 0.01
+    assert anchored.result.anchor_s > 0.0 == engine.result.anchor_s
+
+
+def test_the_first_mini_batch_is_kept_with_the_log_probabilities_before_any_update(tmp_path: Path) -> None:
+    groups = [tiny_group(i, MIXED) for i in range(4)]
+    run = Run(tmp_path, groups, minibatches=2, lr=0.1)
+    assert len(run.result.first) == 8
+    assert {s.advantage > 0 for s in run.result.first} == {True, False}
+    fresh, _ = tiny_policy(tmp_path / "again")
+    by_ids = {r.completion_ids.tobytes(): (g, r) for g in groups for r in g.rollouts}
+    for scored in run.result.first:
+        group, rollout = by_ids[scored.rollout.completion_ids.tobytes()]
+        batch = pack([(group.prompt_ids, rollout.completion_ids)], 64, share_prompts=False)[0]
+        expected = fresh.completion_logprobs(batch, 1.0, 8).detach()
+        np.testing.assert_allclose(scored.logprobs_T, expected, atol=1e-5)
+
+
+def test_float16_trains_with_a_scaled_loss_and_halves_it_when_it_overflows(tmp_path: Path) -> None:
+    groups = [tiny_group(i, MIXED) for i in range(2)]
+    run = Run(tmp_path / "half", groups, precision="float16")
+    full = Run(tmp_path / "full", groups)
+    assert run.moved
+    ours = {name: g / FLOAT16_LOSS_SCALE for name, g in run.gradients[0].items()}
+    for name, gradient in full.gradients[0].items():
+        torch.testing.assert_close(ours[name], gradient, atol=0.02 * float(gradient.abs().max()) + 1e-6, rtol=0.05)
+    for parameter in run.policy.model.parameters():
+        parameter.grad = torch.full_like(parameter, float("inf"))
+    assert not run.optimizer.__class__.update(run.optimizer).applied
+    assert run.optimizer.loss_scale == FLOAT16_LOSS_SCALE / 2
+    again = Optimizer(run.policy, tiny_config(tmp_path / "half", precision="float16"))
+    again.load_state_tensors(run.optimizer.state_tensors(), 1)
+    assert again.loss_scale == FLOAT16_LOSS_SCALE / 2
