@@ -89,8 +89,8 @@ def _current_parts(
 class Publisher:
     """Turns the policy into publications: buckets in Ray's object store, kept alive until the next ones replace them.
 
-    `digest` is that of the weights last published (`shared.weights.weights_digest`). `num_unmet_experts`: experts that no
-    token of their probe was routed to, so that it says nothing about them; None for a dense model.
+    `digest` is that of the weights last published (`shared.weights.weights_digest`). `num_unmet_experts`: experts that
+    no token of their probe was routed to, so that it says nothing about them; None for a dense model.
     """
 
     def __init__(self, policy: Policy, config: Config, incarnation: int = 0) -> None:

@@ -32,6 +32,7 @@ from shared.config import Config, EvaluationConfig, LearnerConfig, ModelConfig, 
 from shared.ledger_rows import GroupRow, StepRow
 from shared.records import (
     Group,
+    ClipRange,
     GroupId,
     Identity,
     Manifest,
@@ -208,7 +209,7 @@ def train(learner: Any, num_steps: int) -> list[float]:
     for step in range(num_steps):
         learner.take(step)
         numbers = range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP)
-        learner.begin_step(StepPlan(step, tuple(GroupId(n) for n in numbers), 0, 3e-4, 4e-4))
+        learner.begin_step(StepPlan(step, tuple(GroupId(n) for n in numbers), 0, ClipRange(3e-4, 4e-4)))
         learner.commit_step(step, f"{step:064x}")
         learner.publish(Publication(Manifest(version=step + 1, weights_version=0, tensors=())))
         published_s.append(time.monotonic())

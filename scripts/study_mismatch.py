@@ -10,19 +10,17 @@ every precision mode. The models come from `make models`.
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from study_mismatch_runs import SMOLLM2, TINY_MOE, Samples, Scores, run_all
 from study_results import Results
+from study_runner import vllm_engine
 
-from shared.config import Config
 
 STUDY, VERSION = "mismatch", 1
 COMMAND = "python scripts/study_mismatch.py"
@@ -61,15 +59,8 @@ def plan(short: bool) -> tuple[list[Samples], list[Scores]]:
     return all_samples, all_scores
 
 
-async def vllm_engine(config: Config) -> Any:
-    from rollout.engine import VllmEngine
-
-    return await VllmEngine.create(config)
-
-
 def make_runs(all_samples: Sequence[Samples], all_scores: Sequence[Scores], results: Results) -> None:
     """Make what is missing, with a bar for each part."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with Progress(console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
 

@@ -122,9 +122,10 @@ async def run_all(
         scoring: list[Future[None]] = []
 
         def score_what_waits(samples: Samples) -> None:
-            for scores in all_scores:
-                if scores.samples == samples and results.find(scores.arm, scores.settings) is None:
-                    scoring.append(learner.submit(score_run, scores, results, progress))
+            waiting = [
+                s for s in all_scores if s.samples == samples and results.find(s.arm, s.settings) is None
+            ]
+            scoring.extend(learner.submit(score_run, scores, results, progress) for scores in waiting)
 
         for missing in _by_engine(all_samples, results, score_what_waits):
             most = sum(s.num_sequences for s in missing)

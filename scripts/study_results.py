@@ -96,5 +96,5 @@ def machine() -> str:
         return f"{os.cpu_count()} cores of {platform.machine()}"
     name = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     flags = [flag for flag in ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if f" {flag} " in text]
-    cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of {name[1].strip() if name else platform.machine()} with {', '.join(flags) or 'no bfloat16'}"
+    model = name[1].strip() if name else platform.machine()
+    return f"{len(os.sched_getaffinity(0))} cores of {model} with {', '.join(flags) or 'no 16-bit arithmetic'}"

@@ -33,6 +33,6 @@ def _mean_pairs(reports: Sequence[SamplingReport], name: str) -> tuple[float, fl
 def refusal(probe: ProbeReport, config: Config) -> str:
     """A refused version, in one line."""
     return (
-        f"{probe.worker_id} refused the weights it had loaded as version {probe.version}: {probe.mismatch.rms:.1e} nats a "
-        f"token from the learner (limit {config.max_mismatch:.0e}); nothing sampled under them is used"
+        f"{probe.worker_id} refused the weights it had loaded as version {probe.version}: {probe.mismatch.rms:.1e} "
+        f"nats a token from the learner (limit {config.max_mismatch:.0e}); nothing sampled under them is used"
     )

@@ -1,6 +1,7 @@
 """The `seqrelay` command. Parses, checks, and hands over; nothing heavy is imported before the config is known good.
 
-Exit codes: 0 the command did what it says, 1 it failed, 2 the command or the config is wrong, 130 interrupted.
+Exit codes: 0 the command did what it says, 1 it failed or found a fault, 2 the command or the config is wrong,
+130 interrupted.
 """
 
 import argparse
@@ -79,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     rollout = commands.add_parser(
         "rollout", help="run rollout workers; they wait for the learner, and may join any time"
     )
-    for command in (both, learner, rollout):
+    doctor = commands.add_parser("doctor", help="examine a run before it starts: sample, score and sync, train nothing")
+    for command in (both, learner, rollout, doctor):
         command.add_argument("config", type=Path, metavar="run.toml")
         command.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="values that replace those of the file"
@@ -101,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("directory", metavar="RUN", help="a run directory, such as runs/demo")
     for command in (learner, rollout, show, end):
         command.add_argument("--address", help="a Ray cluster of yours; without it, the run's own on this host")
-    for command in (both, learner, show, replay):
+    for command in (both, learner, doctor, show, replay):
         command.add_argument("--json", action="store_true", help="JSON for machines")
     return parser
 

@@ -4,11 +4,15 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from shared import launch, run_status
+from shared import doctor_view, launch, run_status
 from shared.config import Config
+from shared.doctor import examined_config, judge, worst
+from shared.errors import RunFailed
+from shared.examination import read_examination
 from shared.progress import LogLines, Progress
 from shared.run_directory import find_run, open_for_learner, open_for_rollout
 
@@ -52,6 +56,27 @@ def _watch_steps(
     if options.command == "learner" and options.address is None:
         progress.say(f"the run's cluster is still up; `seqrelay stop {os.path.relpath(run_directory)}` ends it")
     return INTERRUPTED if outcome.interrupted else 0
+
+
+def doctor(options: argparse.Namespace, config: Config) -> int:
+    """A run that never trains, in a folder that is removed: 1 if it shows a fault."""
+    with tempfile.TemporaryDirectory(prefix="seqrelay-doctor-") as folder:
+        examined = examined_config(config, folder)
+        run_directory = open_for_learner(examined, resume=False, alone=True)
+        outcome, failure = launch.Outcome(finished=False, interrupted=False), ""
+        try:
+            outcome = launch.examine(examined, run_directory, doctor_view.Stages(run_directory, quiet=options.json))
+        except RunFailed as error:
+            failure = str(error)
+        found = read_examination(run_directory)
+    if outcome.interrupted:
+        return INTERRUPTED
+    findings = judge(config, found, failure)
+    if options.json:
+        print(doctor_view.as_json(findings, found, config, failure))
+    else:
+        doctor_view.show(findings, found, config, failure)
+    return int(worst(findings) == "fault")
 
 
 def rollout(options: argparse.Namespace, config: Config) -> int:

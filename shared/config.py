@@ -87,12 +87,21 @@ class SamplingConfig(Section):
     vocabulary, so every ratio would carry the kept mass: only the neutral values are accepted.
     """
 
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Positive = 8
     temperature: Annotated[float, Field(ge=0.05, le=2.0)] = 1.0  # vLLM accepts no more than 2
     max_tokens: Positive = 64
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+
+    @model_validator(mode="after")
+    def _has_advantages(self) -> Self:
+        if self.group_size == 1:
+            raise ValueError(
+                "sampling.group_size = 1: an advantage is a reward compared with those of the same group, and a group "
+                "of one has none. Set sampling.group_size to 2 or more."
+            )
+        return self
 
     @model_validator(mode="after")
     def _no_filters(self) -> Self:

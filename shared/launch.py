@@ -1,5 +1,6 @@
 """The processes of a run: `seqrelay train` has both services and a private Ray cluster, `learner` and `rollout` one
-service each, on the run's detached cluster or on one that the user keeps.
+service each, on the run's detached cluster or on one that the user keeps; `doctor` is a `train` with the examination in
+the learner's place.
 
 Owns the services' lifetime: when one fails the other is ended, and they end with this process, however it ends. The
 first Ctrl-C (or SIGTERM, or SIGHUP) lets them finish what they hold, the second ends them at once. What they print goes
@@ -48,25 +49,34 @@ class Outcome:
 
 def train(config: Config, run_directory: Path, view: View) -> Outcome:
     """Both services on a private cluster. RunFailed, or ConfigError, with what the failing side said."""
+    return _run_alone(("rollout.main", "learner.main"), config, run_directory, view)
+
+
+def examine(config: Config, run_directory: Path, view: View) -> Outcome:
+    """The rollout service and the doctor's examination, as `train`."""
+    return _run_alone(("rollout.main", "learner.examine"), config, run_directory, view)
+
+
+def _run_alone(modules: Sequence[str], config: Config, run_directory: Path, view: View) -> Outcome:
     with private_cluster(run_directory, config.run.name, Path(config.model.path)) as cluster:
         from shared.hub_start import start_hub
 
         interrupt_at_signals()  # after the cluster's start, which puts in a handler that ends nothing
         start_hub(config, run_directory)
-        return run_services(("rollout", "learner"), config, run_directory, cluster.address, view)
+        return run_services(modules, config, run_directory, cluster.address, view)
 
 
 def serve(side: str, config: Config, run_directory: Path, address: str | None, view: View) -> Outcome:
     """One service, on the cluster at `address` or, without one, the run's own. Errors as in `train`."""
     interrupt_at_signals()
     target = address or ensure_cluster(run_directory, Path(config.model.path))
-    return run_services((side,), config, run_directory, join_environment(target), view)
+    return run_services((f"{side}.main",), config, run_directory, join_environment(target), view)
 
 
-def run_services(sides: Sequence[str], config: Config, run_directory: Path, address: str, view: View) -> Outcome:
-    """Start these services as processes of their own and wait until all have ended."""
+def run_services(modules: Sequence[str], config: Config, run_directory: Path, address: str, view: View) -> Outcome:
+    """Start these services as processes of their own, `python -m <side>.<module>`, and wait until all have ended."""
     try:
-        with _services(sides, config, run_directory, address) as services:
+        with _services(modules, config, run_directory, address) as services:
             return _wait(services, run_directory, view)
     finally:
         view.update()
@@ -90,15 +100,16 @@ def _hang_up(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _services(
-    sides: Sequence[str], config: Config, run_directory: Path, address: str
+    modules: Sequence[str], config: Config, run_directory: Path, address: str
 ) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Each in a process of its own; whatever still runs at the end is ended."""
+    """Each in a process of its own, by its side; whatever still runs at the end is ended."""
     services: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for side in sides:
+        for module in modules:
+            side = module.partition(".")[0]
             resolved = run_directory / "logs" / f"{side}-{os.getpid()}.json"
             resolved.write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            command = [sys.executable, "-m", f"{side}.main", "--config", str(resolved), "--address", address]
+            command = [sys.executable, "-m", module, "--config", str(resolved), "--address", address]
             command += ["--run-directory", str(run_directory), "--parent", str(os.getpid())]
             resolved.with_suffix(".error").unlink(missing_ok=True)  # in a container every process may be number 1
             with log_path(run_directory, side).open("ab") as output:

@@ -107,7 +107,8 @@ class Progress:
         self._step = row["step"] + 1
         cells = (
             str(row["step"]), _number(row["reward_mean"], 3), _number(row["clip_fraction_positive"], 2),
-            _number(row["clip_fraction_negative"], 2), _number(row["log_ratio_mean"], 5), _small(row["mismatch_spread"]),
+            _number(row["clip_fraction_negative"], 2), _number(row["log_ratio_mean"], 5),
+            _small(row["mismatch_spread"]),
             _number(row["staleness_mean"], 2), _number(row["completion_length_mean"], 1),
             _number(row["rollout_tokens_per_s"], 0), _number(row["learner_tokens_per_s"], 0),
             _number(row["wait_s"], 1), _number(row["step_s"], 1), _number(self._sync_s.get(row["step"]), 2),

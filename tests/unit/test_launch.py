@@ -191,7 +191,7 @@ def test_services_that_are_not_done_end_with_the_block(
 
     monkeypatch.setattr(shared.launch.subprocess, "Popen", start)
     (tmp_path / "logs").mkdir()
-    with pytest.raises(HubError), _services(("rollout", "learner"), make_config(), tmp_path, "somewhere"):
+    with pytest.raises(HubError), _services(("rollout.main", "learner.main"), make_config(), tmp_path, "somewhere"):
         raise HubError("no room on this disk")
     assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
 

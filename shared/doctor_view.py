@@ -1,0 +1,101 @@
+"""What a person, or a machine, sees of `seqrelay doctor`: what it is doing, and the report."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from shared.config import Config
+from shared.doctor import Finding, conclusion, worst
+from shared.examination import EXAMINATION_FILE, Examination, SampleText
+from shared.run_files import read_rows
+
+_STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
+_SHOWN_CHARACTERS = 60
+
+
+class Stages:
+    """A `launch.View` that says what the examination is doing, from the files that appear in its run directory."""
+
+    def __init__(self, run_directory: Path, quiet: bool) -> None:
+        self._run_directory, self._quiet = run_directory, quiet
+        self._console = Console(highlight=False)
+        self._status = Status("", console=self._console)
+        self._started_s, self._shown = time.monotonic(), ""
+        if not quiet and self._console.is_terminal:
+            self._status.start()
+
+    def update(self) -> None:
+        doing = stage(self._run_directory)
+        elapsed_s = time.monotonic() - self._started_s
+        if self._console.is_terminal:
+            self._status.update(f"{doing}, {elapsed_s:.0f} s")
+        elif doing != self._shown:
+            self.say(f"{elapsed_s:4.0f} s  {doing}")
+        self._shown = doing
+
+    def say(self, line: str) -> None:
+        if not self._quiet:
+            self._console.print(line, soft_wrap=True)
+
+    def close(self) -> None:
+        self._status.stop()
+
+
+def stage(run_directory: Path) -> str:
+    """What the examination in this run directory is doing now."""
+    if read_rows(run_directory / "syncs.jsonl"):
+        return "sampling under the weights that were loaded"
+    if (run_directory / EXAMINATION_FILE).exists():
+        return "sending the weights to the engine"
+    joined = any(row["name"] == "joined" for row in read_rows(run_directory / "events.jsonl"))
+    return "sampling, and scoring the samples" if joined else "starting engine and learner"
+
+
+def show(findings: Sequence[Finding], found: Examination | None, config: Config, failure: str) -> None:
+    """The report for a person: a line a finding, samples, the failure if there is one, a last sentence."""
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", "what", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
+        table.add_row(verdict, finding.name, Text(finding.value), Text(finding.remedy))
+    console.print(table)
+    for sample in found.rewards.samples if found and found.rewards else ():
+        console.print(Text(_line(sample)), soft_wrap=True)
+    if failure:
+        console.print(Text(failure), soft_wrap=True)
+    console.print(Text(conclusion(findings, config, found)), soft_wrap=True)
+
+
+def as_json(findings: Sequence[Finding], found: Examination | None, config: Config, failure: str) -> str:
+    """One JSON object: verdict, findings, everything that was measured (shared.examination), and its limit."""
+    return json.dumps({
+        "verdict": worst(findings),
+        "conclusion": conclusion(findings, config, found),
+        "findings": [asdict(finding) for finding in findings],
+        "measured": asdict(found) if found else None,
+        "max_mismatch": config.max_mismatch,
+        "failure": failure,
+    })  # fmt: skip
+
+
+def _line(sample: SampleText) -> str:
+    reward = "unscored" if sample.reward is None else f"{sample.reward:g}"
+    return f"reward {reward}: {_cut(sample.prompt, at_end=True)} -> {_cut(sample.completion)}"
+
+
+def _cut(text: str, at_end: bool = False) -> str:
+    """As a quoted text of one line; of a long one its beginning or its end."""
+    if len(text) <= _SHOWN_CHARACTERS:
+        return json.dumps(text, ensure_ascii=False)
+    shown = "..." + text[-_SHOWN_CHARACTERS:] if at_end else text[:_SHOWN_CHARACTERS] + "..."
+    return json.dumps(shown, ensure_ascii=False)
