@@ -22,8 +22,9 @@ from shared.records import Float32Array, Mismatch, Rollout
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout, its advantage, and the learner's log-probabilities of its tokens: float32 [T], nats."""
+    """A rollout, who sampled it, its advantage, and the learner's log-probabilities: float32 [T], nats."""
 
+    worker_id: str
     rollout: Rollout
     advantage: float
     logprobs_T: Float32Array
@@ -83,6 +84,15 @@ def measured_mismatch(scored: Sequence[ScoredRollout], version: int) -> Mismatch
     if len(fresh) < 2:
         return None
     return measure_sequences([s.difference for s in fresh], [s.rollout.num_tokens for s in fresh])
+
+
+def measured_by_worker(scored: Sequence[ScoredRollout], version: int) -> dict[str, Mismatch]:
+    """`measured_mismatch` of each worker that has such rollouts."""
+    by_worker = {
+        worker_id: measured_mismatch([s for s in scored if s.worker_id == worker_id], version)
+        for worker_id in sorted({s.worker_id for s in scored})
+    }
+    return {worker_id: mismatch for worker_id, mismatch in by_worker.items() if mismatch is not None}
 
 
 def attribute(scored: Sequence[ScoredRollout], mismatch: Mismatch | None) -> LogRatioParts | None:

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from learner.main import step_plan
 from learner.policy import Policy, is_emulated
 from learner.publish import Publisher
+from learner.routing import experts_counted
 from learner.sampling_check import sampling_reports
 from shared.config import Config
 from shared.errors import RunFailed, WeightsRefused
@@ -31,7 +32,7 @@ from shared.examination import Examination, Memory, Rewards, SampleText, write_e
 from shared.hub_client import LearnerHubClient
 from shared.hub_start import start_hub
 from shared.identity import identity_of
-from shared.records import Calibration, Group, Publication, SamplingReport
+from shared.records import Calibration, Group, Manifest, ProbeReport, Publication, SamplingReport, SyncReport
 from shared.run_files import read_syncs
 from shared.schema import decode_group
 from shared.service import run_service
@@ -128,9 +129,7 @@ class Examiner:
             syncs = tuple(sync for sync in read_syncs(self.run_directory) if sync.version == 1)
             probes = tuple(self.hub.probes(1))
             if probes or (syncs and not has_probe):
-                memory = measure_memory(self.policy, publication.manifest.num_bytes)
-                unmet = self.publisher.num_unmet_experts
-                self._note(syncs=syncs, probes=probes, has_probe=has_probe, num_unmet_experts=unmet, memory=memory)
+                self._note_load(syncs, probes, publication.manifest)
                 if refused := [probe.worker_id for probe in probes if not probe.released]:
                     raise WeightsRefused(f"{refused[0]} refused the learner's own weights by the load check.")
                 return True
@@ -141,6 +140,17 @@ class Examiner:
                 raise RunFailed(f"no worker loaded version 1 within {LOAD_S:g} s: {status.waiting_for}")
             self.stop.wait(_LOOK_AGAIN_S)
         return False
+
+    def _note_load(self, syncs: tuple[SyncReport, ...], probes: tuple[ProbeReport, ...], manifest: Manifest) -> None:
+        with experts_counted(self.policy.model) as count:  # of no forward pass: how many there are
+            self._note(
+                syncs=syncs,
+                probes=probes,
+                has_probe=bool(manifest.probe),
+                num_experts=count.num_experts,
+                num_unmet_experts=self.publisher.num_unmet_experts,
+                memory=measure_memory(self.policy, manifest.num_bytes),
+            )
 
     def _note(self, **found: object) -> None:
         self.found = replace(self.found, **found)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from learner.attribution import measured_by_worker
 from learner.calibration import clip_range, with_probes
 from learner.checkpoint import export_final, save_checkpoint
 from learner.recover import Recovered, recover
@@ -23,7 +24,7 @@ from shared.hub_start import start_hub
 from shared.identity import identity_of
 from shared.locks import FileLock
 from shared.metrics import as_row
-from shared.records import Calibration, Group, StepPlan
+from shared.records import Calibration, Group, MismatchReport, StepPlan
 from shared.run_directory import LEARNER_LOCK
 from shared.schema import decode_group
 from shared.seeds import derive_seed
@@ -92,7 +93,8 @@ class Learner:
         )
         if self.version % self.config.learner.checkpoint_steps == 0:
             self.save()
-        hub.report(recorder.take())
+        by_worker = measured_by_worker(result.first, step)
+        hub.report([*recorder.take(), *(MismatchReport(worker_id, step, m) for worker_id, m in by_worker.items())])
         return True
 
     def plan(self, groups: Sequence[Group]) -> StepPlan:

@@ -12,6 +12,8 @@ from shared.metrics import StepMetrics, mean, ratio
 from shared.records import ClipRange, Group, Span, StepPlan
 from shared.spans import Timing, covered_s, union
 
+LENGTHS = (8, 32, 128, 512)  # completion tokens; what is longer is the last class
+
 
 def step_metrics(
     plan: StepPlan,
@@ -75,6 +77,7 @@ def step_metrics(
         log_ratio_rms_by_minibatch=[_log_ratio_rms(m.metrics) for m in result.minibatches],
         log_ratio_mean_by_staleness=[mean([s.log_ratio for s in scored]) for scored in by_staleness],
         log_ratio_rms_by_staleness=[_rms([s.log_ratio for s in scored]) for scored in by_staleness],
+        log_ratio_abs_by_length=_abs_by_length(result.first),
         **_parts(parts),
         staleness_mean=mean(staleness),
         staleness_max=max(staleness, default=None),
@@ -113,6 +116,15 @@ def _parts(parts: LogRatioParts | None) -> dict[str, float | None]:
         "variance", "variance_mismatch", "variance_stale_cache", "variance_lag",
     )  # fmt: skip
     return {f"log_ratio_{name}": getattr(parts, name) if parts else None for name in names}
+
+
+def _abs_by_length(scored: Sequence[ScoredRollout]) -> list[float | None]:
+    """Mean |log s| by number of tokens, in classes that end at LENGTHS."""
+    classes = np.searchsorted(LENGTHS, [s.rollout.num_tokens for s in scored])
+    return [
+        mean([abs(s.log_ratio) for s, c in zip(scored, classes, strict=True) if c == n])
+        for n in range(len(LENGTHS) + 1)
+    ]
 
 
 def _rms(values: Sequence[float]) -> float | None:

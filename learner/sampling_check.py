@@ -36,7 +36,8 @@ def score_groups(policy: Policy, groups: Sequence[Group], config: Config) -> lis
         temperature = pairs[0][0].temperature
         logprobs_T = policy.completion_logprobs(batch, temperature, config.learner.logprob_chunk_tokens).cpu()
         for index, part in zip(batch.indices_S, logprobs_T.split(batch.lengths_S.tolist()), strict=True):
-            scored[index] = ScoredRollout(pairs[index][1], 0.0, part.numpy())
+            group, rollout = pairs[index]
+            scored[index] = ScoredRollout(group.worker_id, rollout, 0.0, part.numpy())
     return [s for s in scored if s is not None]
 
 

@@ -97,6 +97,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Sample:
+    worker_id: str
     prompt_ids: Int32Array
     rollout: Rollout
     advantage: float
@@ -176,7 +177,9 @@ def _usable_samples(groups: Sequence[Group]) -> tuple[list[list[_Sample]], int, 
     for group in groups:
         advantages_G, scored_G = group_advantages([r.reward for r in group.rollouts])
         members = zip(group.rollouts, advantages_G.tolist(), scored_G, strict=True)
-        samples = [_Sample(group.prompt_ids, r, a) for r, a, scored in members if scored and r.num_tokens]
+        samples = [
+            _Sample(group.worker_id, group.prompt_ids, r, a) for r, a, scored in members if scored and r.num_tokens
+        ]
         samples_by_group.append(samples)
         num_unscored += int((~scored_G).sum())
         num_empty += int(scored_G.sum()) - len(samples)
@@ -220,7 +223,10 @@ class _Trainer:
                         (share * self.optimizer.loss_scale).backward()
                 metrics, loss = metrics + counted, loss + float(share.detach())
                 members = zip(batch.indices_S, _split(batch, logprobs_T), strict=True)
-                scored += [ScoredRollout(part[i].rollout, part[i].advantage, values) for i, values in members]
+                scored += [
+                    ScoredRollout(part[i].worker_id, part[i].rollout, part[i].advantage, values)
+                    for i, values in members
+                ]
         if not with_gradient:
             return MiniBatchResult(metrics, loss, "no_signal"), scored
         with self.clock.time("optim"):
@@ -254,6 +260,10 @@ class _Trainer:
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         return self.policy.completion_logprobs(batch, self.temperature, self.config.logprob_chunk_tokens)
+
+
+def _scored(sample: _Sample, logprobs_T: Float32Array) -> ScoredRollout:
+    return ScoredRollout(sample.worker_id, sample.rollout, sample.advantage, logprobs_T)
 
 
 def _split(batch: MicroBatch, logprobs_T: Tensor) -> list[Float32Array]:

@@ -20,6 +20,9 @@ from shared.mismatch import measure
 from shared.protocols import Engine
 from shared.records import Mismatch, ProbeSequence
 
+# Differences count up to here: exp() of larger ones is no number any more, and they are refused anyway.
+MAX_NATS = 100.0
+
 
 class Load:
     """One load of weights: its verdict, and the load that came after it. Made by `Verdicts`."""
@@ -117,7 +120,7 @@ async def check_load(engine: Engine, probe: Sequence[ProbeSequence], max_mismatc
     try:
         scores = await asyncio.gather(*[engine.score(p.token_ids.tolist(), p.first) for p in probe])
         d_T = np.concatenate([p.logprobs.astype(np.float64) - s for p, s in zip(probe, scores, strict=True)])
-        mismatch, max_abs = measure(d_T), float(np.abs(d_T).max())
+        mismatch, max_abs = measure(d_T.clip(-MAX_NATS, MAX_NATS)), float(np.abs(d_T).max())
     except (RolloutRejected, ValueError) as error:  # a log-probability that is none, on either side
         return LoadCheck(Mismatch(0, 0.0, 0.0, 0.0), 0.0, f"the probe could not be measured: {error}")
     figures = f"rms {mismatch.rms:.3g} nats over {len(d_T)} tokens, limit {max_mismatch:.3g}, largest {max_abs:.3g}"

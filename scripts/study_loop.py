@@ -116,7 +116,7 @@ class Loop:
     async def load(self, version: int, groups: Sequence[Group], *, changed: bool) -> None:
         """Make the policy's weights the engine's version `version`, checked with a probe from `groups`."""
         with ExitStack() as until_loaded, self._recorder.span("load", version) as loaded:
-            manifest, files = Manifest(version, version, ()), ()
+            manifest, files = Manifest(version, version, ()), tuple[Path, ...]()
             if changed:
                 manifest, buckets = await asyncio.to_thread(self._parts, version)
                 files = until_loaded.enter_context(self._staging.stage(manifest, buckets)).files

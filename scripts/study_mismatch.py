@@ -17,10 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
+
 from study_mismatch_runs import SMOLLM2, TINY_MOE, Samples, Scores, run_all
 from study_results import Results
 from study_runner import vllm_engine
-
 
 STUDY, VERSION = "mismatch", 1
 COMMAND = "python scripts/study_mismatch.py"

@@ -134,6 +134,11 @@ def calibrated(differences: Sequence[Float64Array], z: float = Z) -> ClipRange:
     return replace(PAPER, bias=measured.k3, spread=measured.spread, z=z)
 
 
+def two_halves(num_sequences: int) -> npt.NDArray[np.int64]:
+    """Half 0 or 1 for each sequence, at random: their order follows the prompts."""
+    return np.random.default_rng(0).permutation(num_sequences) % 2
+
+
 class CrossFit:
     """Ranges for every sequence from the half it is not in, once as it is and once for each draw of the bootstrap.
 
@@ -144,14 +149,12 @@ class CrossFit:
     def __init__(self, differences: Sequence[Float64Array], num_draws: int = NUM_DRAWS, seed: int = 0) -> None:
         if len(differences) < 4:
             raise ValueError(f"{len(differences)} sequences: at least 4 make two halves to draw from")
-        self.halves = np.arange(len(differences)) % 2
+        self.halves = two_halves(len(differences))
         members = [np.flatnonzero(self.halves == half) for half in (0, 1)]
         rng = np.random.default_rng(seed)
         draws = [members] + [[rng.choice(m, len(m)) for m in members] for _ in range(num_draws)]
         self.weights = np.array([np.bincount(np.concatenate(d), minlength=len(differences)) for d in draws])
-        self.ranges = [
-            tuple(calibrated([differences[i] for i in draw[1 - half]]) for half in (0, 1)) for draw in draws
-        ]
+        self.ranges = [tuple(calibrated([differences[i] for i in draw[1 - half]]) for half in (0, 1)) for draw in draws]
 
     def bounds(self, draw: int, length: int) -> tuple[Float64Array, Float64Array]:
         """Lower and upper end of log s for each sequence [S]."""
@@ -201,9 +204,7 @@ def _clipped(
     good_D, bad_D, all_D = counts[:, 0], counts[:, 1], np.maximum(counts[:, 2], 1)
     num_sequences = len(np.unique(owner_W))
     log_ratio_D = np.log(good_D + 0.5) - np.log(bad_D + 0.5)
-    return Clipped(
-        _share(good_D / all_D, num_sequences), _share(bad_D / all_D, num_sequences), _interval(log_ratio_D)
-    )
+    return Clipped(_share(good_D / all_D, num_sequences), _share(bad_D / all_D, num_sequences), _interval(log_ratio_D))
 
 
 def _interval(values_D: Float64Array) -> Interval:

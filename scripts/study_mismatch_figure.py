@@ -7,8 +7,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
 from study_mismatch_analysis import PAPER
-from study_mismatch_report import Cell
+from study_mismatch_tables import Cell
 
 _SHOWN = {"float32": "C0", "float16": "C2", "bfloat16": "C3", "bfloat16-float32-head": "C1"}
 
@@ -25,7 +26,9 @@ def draw(cells: Sequence[Cell], out: Path) -> None:
         tokens.plot(middles, [b.spread for b in cell.bins], "o-", color=color, label=cell.name)
     noise.axhline(PAPER.high, color="black", lw=1, label="the paper's range, 4e-4")
     _draw_clipped(clipped, next((cell for cell in shown if cell.name == "bfloat16"), None))
-    noise.set(xscale="log", yscale="log", xlabel="tokens", ylabel="|log s|, nats a token", title="Noise before any update")
+    noise.set(
+        xscale="log", yscale="log", xlabel="tokens", ylabel="|log s|, nats a token", title="Noise before any update"
+    )
     tokens.set(yscale="log", xlabel="probability of the token", ylabel="spread of d, nats", title="Where it comes from")
     for axis in (noise, clipped, tokens):
         axis.grid(alpha=0.3)

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pyarrow as pa
-from study_results import Results, Run
 
 from learner.packing import pack
 from learner.policy import Policy
 from shared.config import Config
 from shared.protocols import Completion, Engine, GenerateRequest
 from shared.seeds import derive_seed
+from study_results import Results, Run
 
 SMOLLM2, TINY_MOE = "models/smollm2-135m", "models/tiny-moe"
 MAX_TOKENS = 512
@@ -122,9 +122,7 @@ async def run_all(
         scoring: list[Future[None]] = []
 
         def score_what_waits(samples: Samples) -> None:
-            waiting = [
-                s for s in all_scores if s.samples == samples and results.find(s.arm, s.settings) is None
-            ]
+            waiting = [s for s in all_scores if s.samples == samples and results.find(s.arm, s.settings) is None]
             scoring.extend(learner.submit(score_run, scores, results, progress) for scores in waiting)
 
         for missing in _by_engine(all_samples, results, score_what_waits):

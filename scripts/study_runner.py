@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from study_loop import Loop, Row
-from study_noise import Noise, NoisyEngine
-from study_results import Results, Run
 
 from shared.config import Config
 from shared.errors import ConfigError
 from shared.protocols import Engine
+from study_loop import Loop, Row
+from study_noise import Noise, NoisyEngine
+from study_results import Results, Run
 
 EngineFactory = Callable[[Config], Awaitable[Engine]]
 

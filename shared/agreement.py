@@ -6,6 +6,9 @@ from shared.config import Config
 from shared.mismatch import pool
 from shared.records import ProbeReport, SamplingReport
 
+# A range that noise alone leaves more often than this, before any update, is narrower than the noise.
+NOISE_FLOOR = 0.1
+
 
 def summary(reports: Sequence[SamplingReport], config: Config) -> str:
     """What the sampling check found and what it means for the clip range, in one line. ValueError without a report."""
@@ -19,7 +22,9 @@ def summary(reports: Sequence[SamplingReport], config: Config) -> str:
     if any(abs(r.mismatch.mean + r.mismatch.k3) > r.smallest_shift for r in reports):
         line = "on the border of what chance explains (seqrelay doctor samples again): " + line
     if config.clip.calibration == "none":
-        return line + fixed_text
+        below_noise = max(fixed) > NOISE_FLOOR
+        warning = ": the range is below the noise, set clip.calibration = measured or widen it"
+        return line + fixed_text + (warning if below_noise else "")
     return line + f"{calibrated_[0]:.0%} of good and {calibrated_[1]:.0%} of bad samples, uncalibrated {fixed_text}"
 
 

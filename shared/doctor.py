@@ -4,6 +4,7 @@ A *fault* is what would make the run silently wrong, or keeps it from running; a
 a person should know before the run.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -25,6 +26,8 @@ FAR_ABOVE = 4.0  # times the mode's own sync.max_mismatch, which is itself some 
 # Training holds a gradient and two Adam moments for each float32 weight; activations come on top.
 LEARNER_BYTES, TRAINING_BYTES = 16, 12
 STAGING_MARGIN_BYTES = 64 << 20
+_TRACEBACK, _ERROR = "Traceback (most recent call last)", re.compile(r"[A-Za-z_][\w.]*: ")
+UNEXPLAINED = "run"  # the finding that stands for a failure which no other fault explains
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ def judge(config: Config, found: Examination | None, failure: str = "") -> list[
         findings += _rewards(config, found.rewards) if found.rewards else ()
         findings += _memory(config, found.memory) if found.memory else ()
     if failure and not any(f.verdict == "fault" for f in findings):
-        last = failure.strip().splitlines()[-1]
-        findings.append(Finding("run", last, "fault", "`seqrelay train` would end like this; the whole text is below"))
+        remedy = "a run would end like this; the whole text is below"
+        findings.append(Finding(UNEXPLAINED, _cause(failure), "fault", remedy))
     return findings
 
 
@@ -140,8 +143,8 @@ def _sampling(config: Config, found: Examination) -> Iterator[Finding]:
 def _sampling_check(name: str, report: SamplingReport, config: Config) -> Finding:
     m = report.mismatch
     value = (
-        f"mean {m.mean:+.1e}, spread {m.spread:.1e}, k3 {m.k3:.1e}, rms {m.rms:.1e} (limit {config.max_mismatch:g}), "
-        f"largest {report.max_abs:.1e} nats a token; {m.num_tokens:g} "
+        f"rms {m.rms:.1e} nats a token (limit {config.max_mismatch:g}), mean {m.mean:+.1e}, spread {m.spread:.1e}, "
+        f"k3 {m.k3:.1e}, largest {report.max_abs:.1e}; {m.num_tokens:g} "
         f"{'tokens' if config.rollout.payload == 'token' else 'sequences'}"
     )
     if report.fault:
@@ -184,7 +187,7 @@ def _loading(config: Config, found: Examination) -> Iterator[Finding]:
         remedy = "the load check needs a completion with tokens; look at the samples"
         yield Finding("load check", "no probe: no completion of step 0 has a token", "warning", remedy)
     if found.num_unmet_experts is not None:
-        value = f"{found.num_unmet_experts} that no token of the probe was routed to"
+        value = f"no token of the probe was routed to {found.num_unmet_experts} of {found.num_experts}"
         remedy = (
             "the load check says nothing about those: raise sync.probe_sequences" if found.num_unmet_experts else ""
         )
@@ -193,7 +196,7 @@ def _loading(config: Config, found: Examination) -> Iterator[Finding]:
 
 def _load_check(probe: ProbeReport, config: Config) -> Finding:
     value = (
-        f"rms {probe.mismatch.rms:.1e} (limit {config.max_mismatch:g}), largest {probe.max_abs:.1e} nats a token; "
+        f"rms {probe.mismatch.rms:.1e} nats a token (limit {config.max_mismatch:g}), largest {probe.max_abs:.1e}; "
         f"{probe.mismatch.num_tokens:g} tokens, {probe.probe_s:.2f} s"
     )
     if probe.released:
@@ -254,6 +257,13 @@ def _shared_memory(memory: Memory) -> Finding:
     if 2 * memory.published_bytes + STAGING_MARGIN_BYTES > memory.shared_memory_free_bytes:
         return Finding("published weights", value, "warning", "weights will be staged on disk: give /dev/shm more room")
     return Finding("published weights", value)
+
+
+def _cause(failure: str) -> str:
+    """The line that names the error: behind a traceback the first that begins like one, else the first of all."""
+    lines = failure.strip().splitlines()
+    named = [line for line in lines if _ERROR.match(line)] if _TRACEBACK in failure else []
+    return (named or lines)[0]
 
 
 def size(num_bytes: float) -> str:

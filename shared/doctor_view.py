@@ -1,24 +1,25 @@
 """What a person, or a machine, sees of `seqrelay doctor`: what it is doing, and the report."""
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from shared.config import Config
-from shared.doctor import Finding, conclusion, worst
+from shared.doctor import UNEXPLAINED, Finding, conclusion, worst
 from shared.examination import EXAMINATION_FILE, Examination, SampleText
 from shared.run_files import read_rows
 
 _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 _SHOWN_CHARACTERS = 60
+_FILE_CHARACTERS = 200  # the width of a table that goes to no terminal
 
 
 class Stages:
@@ -51,29 +52,38 @@ class Stages:
 
 def stage(run_directory: Path) -> str:
     """What the examination in this run directory is doing now."""
+    events = {row["name"] for row in read_rows(run_directory / "events.jsonl")}
+    if "learner_left" in events:
+        return "ending the engine"
     if read_rows(run_directory / "syncs.jsonl"):
         return "sampling under the weights that were loaded"
     if (run_directory / EXAMINATION_FILE).exists():
         return "sending the weights to the engine"
-    joined = any(row["name"] == "joined" for row in read_rows(run_directory / "events.jsonl"))
-    return "sampling, and scoring the samples" if joined else "starting engine and learner"
+    return "sampling, and scoring the samples" if "joined" in events else "starting engine and learner"
 
 
 def show(findings: Sequence[Finding], found: Examination | None, config: Config, failure: str) -> None:
-    """The report for a person: a line a finding, samples, the failure if there is one, a last sentence."""
-    console = Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("", "what", "found", "remedy"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        verdict = Text(finding.verdict, style=_STYLES[finding.verdict])
-        table.add_row(verdict, finding.name, Text(finding.value), Text(finding.remedy))
-    console.print(table)
+    """The report for a person: findings, samples, the failure that no finding explains, a last sentence."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_CHARACTERS)
+    console.print(_table(findings))
     for sample in found.rewards.samples if found and found.rewards else ():
         console.print(Text(_line(sample)), soft_wrap=True)
-    if failure:
+    if any(finding.name == UNEXPLAINED for finding in findings):
         console.print(Text(failure), soft_wrap=True)
     console.print(Text(conclusion(findings, config, found)), soft_wrap=True)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    """A line a finding; its remedy on a line of its own, so that neither is squeezed."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
+    for finding in findings:
+        style = _STYLES[finding.verdict]
+        table.add_row(Text(finding.verdict, style=style), finding.name, Text(finding.value))
+        if finding.remedy:
+            table.add_row("", "", Text(finding.remedy, style=style))
+    return table
 
 
 def as_json(findings: Sequence[Finding], found: Examination | None, config: Config, failure: str) -> str:

@@ -66,8 +66,9 @@ class Examination:
     """All that was measured, as far as the run came.
 
     `sampled`: step 0's completions under the weights of the model's files. `resampled`: step 1's, under the same
-    weights after they went the way of every later version; `syncs` and `probes` are of that. `num_unmet_experts` as in
-    shared.metrics. `sample_s`: until step 0 was sampled, the engine's start included; `score_s`: to score it.
+    weights after they went the way of every later version; `syncs` and `probes` are of that. Of `num_experts` over all
+    layers, no token of the probe was routed to `num_unmet_experts`: None for a dense model, or without a probe.
+    `sample_s`: until step 0 was sampled, the engine's start included; `score_s`: to score it.
     """
 
     device: str
@@ -76,6 +77,7 @@ class Examination:
     rewards: Rewards | None = None
     memory: Memory | None = None
     has_probe: bool = True
+    num_experts: int = 0
     num_unmet_experts: int | None = None
     syncs: tuple[SyncReport, ...] = ()
     probes: tuple[ProbeReport, ...] = ()

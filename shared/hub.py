@@ -24,6 +24,7 @@ from shared.records import (
     EvalReport,
     Group,
     Identity,
+    MismatchReport,
     ProbeReport,
     Publication,
     RecordedStep,
@@ -135,7 +136,7 @@ class Hub:
             self._core.save([ticket])
 
     async def report(self, reports: Sequence[Report]) -> None:
-        """Append to spans, syncs, probes, checks and evaluations.jsonl. A second result of one evaluation is left out.
+        """Append each to the file of its kind. A second result of one evaluation is left out.
 
         A worker that reports a sync is served at its new version at once, also in a poll that it began at the old one.
         Weights that it refused are an event.
@@ -144,6 +145,7 @@ class Hub:
             self._core.files["spans"].append(asdict(r) for r in reports if isinstance(r, Span))
             self._core.files["syncs"].append(asdict(r) for r in reports if isinstance(r, SyncReport))
             self._core.files["probes"].append(asdict(r) for r in reports if isinstance(r, ProbeReport))
+            self._core.files["mismatch"].append(asdict(r) for r in reports if isinstance(r, MismatchReport))
             self._core.files["checks"].append(asdict(r) for r in reports if isinstance(r, SamplingReport))
         for sync in (r for r in reports if isinstance(r, SyncReport)):
             self._core.seen(sync.worker_id, sync.version)

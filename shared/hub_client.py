@@ -24,6 +24,7 @@ from shared.hub_start import connect, find_hub
 from shared.hub_state import HubStatus, LearnerOrders, Taken
 from shared.records import (
     Identity,
+    MismatchReport,
     ProbeReport,
     Publication,
     RecordedStep,
@@ -193,8 +194,8 @@ class LearnerHubClient:
         """Append the step's record to metrics.jsonl, unless it is there. HubError on NaN or infinity."""
         self._call("log_metrics", self._learner_id, row)
 
-    def report(self, reports: Sequence[Span | SamplingReport]) -> None:
-        """Append to spans.jsonl and checks.jsonl."""
+    def report(self, reports: Sequence[Span | SamplingReport | MismatchReport]) -> None:
+        """Append to spans.jsonl, checks.jsonl and mismatch.jsonl."""
         self._call("report", reports)
 
     def probes(self, since_version: int) -> list[ProbeReport]:

@@ -55,7 +55,7 @@ class HubCore:
         self.evaluations = Evaluations((0, config.learner.steps) if config.evaluation.samples else (), evaluated)
         self.files = {
             kind: JsonLines(run_directory / f"{kind}.jsonl")
-            for kind in ("metrics", "spans", "syncs", "probes", "checks", "evaluations", "events")
+            for kind in ("metrics", "spans", "syncs", "probes", "checks", "mismatch", "evaluations", "events")
         }
         self.last_metrics_step = max((row["step"] for row in read_metrics(run_directory)), default=-1)
         self.poll_s = poll_s
@@ -164,7 +164,9 @@ class HubCore:
         """A worker's verdict on its weights: kept for the learner; a refusal is an event."""
         self.probes.add(report)
         if not report.released:
-            found = f"rms {report.mismatch.rms:.3g} nats over {report.mismatch.num_tokens:g} tokens"
+            found, mismatch = "the probe could not be measured", report.mismatch
+            if mismatch.num_tokens:
+                found = f"rms {mismatch.rms:.3g} nats over {mismatch.num_tokens:g} tokens"
             self.note("weights_refused", report.worker_id, f"version {report.version} by the load check: {found}")
 
     def note(self, name: EventName, who: str, detail: str = "") -> None:

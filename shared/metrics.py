@@ -67,6 +67,9 @@ class StepMetrics:
     log_ratio_rms_by_minibatch: list[float | None] = _metric("root of the mean of (log s)^2, for each mini-batch")
     log_ratio_mean_by_staleness: list[float | None] = _metric("mean of log s in the first mini-batch, by staleness")
     log_ratio_rms_by_staleness: list[float | None] = _metric("root mean square of log s there, by staleness")
+    log_ratio_abs_by_length: list[float | None] = _metric(
+        "mean of |log s| in the first mini-batch over sequences of up to 8, 32, 128, 512 and more completion tokens"
+    )
     log_ratio_mean_mismatch: float | None = _metric("part of the first mini-batch's mean log s: engine mismatch, -k3")
     log_ratio_mean_stale_cache: float | None = _metric("part of it that old attention caches explain; None without any")
     log_ratio_mean_lag: float | None = _metric("the rest: the learner's own move since the tokens were sampled")

@@ -307,6 +307,15 @@ class ProbeReport:
 
 
 @dataclass(frozen=True)
+class MismatchReport:
+    """Engine against learner on rollouts of `worker_id` that the step of `version` trained on: both at that version."""
+
+    worker_id: str
+    version: int
+    mismatch: Mismatch
+
+
+@dataclass(frozen=True)
 class SamplingReport:
     """Engine against learner on what `worker_id` really sampled at `version`, at the run's temperature.
 
@@ -373,4 +382,4 @@ class Event:
     detail: str = ""
 
 
-Report = SyncReport | ProbeReport | SamplingReport | EvalReport | Span
+Report = SyncReport | ProbeReport | SamplingReport | MismatchReport | EvalReport | Span

@@ -26,6 +26,8 @@ from shared.records import (
     GroupId,
     Identity,
     Manifest,
+    Mismatch,
+    ProbeReport,
     Publication,
     ResumePoint,
     Span,
@@ -47,6 +49,8 @@ class Sink(GroupSink, Protocol):
     """The learner's seam, and the seat that it is used from."""
 
     def seated(self, identity: Identity) -> AbstractContextManager[ResumePoint]: ...
+
+    def probes(self, since_version: int) -> list[ProbeReport]: ...
 
 
 class Loop:
@@ -85,6 +89,9 @@ class InProcessSink:
 
     def publish(self, publication: Publication) -> None:
         self._loop.run(self._hub.publish(LEARNER, publication))
+
+    def probes(self, since_version: int) -> list[ProbeReport]:
+        return self._loop.run(self._hub.probes(LEARNER, since_version))
 
 
 @dataclass
@@ -240,6 +247,18 @@ def test_errors_arrive_as_what_they_are(seams: Seams) -> None:
 def test_reports_are_written(seams: Seams, tmp_path: Path) -> None:
     seams.loop.run(seams.source.report([Span("w0", "load", 1.0, 2.0, 0)]))
     assert '"lane": "w0"' in (tmp_path / "spans.jsonl").read_text()
+
+
+def test_verdicts_on_weights_reach_the_learner(seams: Seams, tmp_path: Path) -> None:
+    reports = [
+        ProbeReport("w0", version, Mismatch(96, 0.01, 0.0025, 0.00125), 0.4, 0.2, released=version != 2)
+        for version in (1, 2, 3)
+    ]
+    seams.loop.run(seams.source.report(reports))
+    assert seams.sink.probes(2) == reports[1:]
+    assert seams.sink.probes(4) == []
+    refused = '"name": "weights_refused", "who": "w0", "detail": "version 2 by the load check: rms 0.051 nats over 96'
+    assert refused in (tmp_path / "events.jsonl").read_text()
 
 
 def test_what_the_worker_does_not_hold_is_issued_again(seams: Seams) -> None:

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo  # 
 from vllm.outputs import CompletionOutput  # noqa: E402
 from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
 from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info  # noqa: E402
+from vllm.v1.engine import PauseMode  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
 
 from rollout.engine import sampling_params, scoring_params  # noqa: E402
@@ -36,6 +37,7 @@ def test_this_is_the_vllm_that_was_tested() -> None:
 
 def test_the_engines_calls() -> None:
     assert parameters(AsyncLLM.pause_generation) == ["mode", "clear_cache"]
+    assert {"keep", "abort"} <= set(get_args(PauseMode))
     assert parameters(AsyncLLM.reset_prefix_cache)[0] == "reset_running_requests"
     assert parameters(AsyncLLM.finish_weight_update) == ["weight_version"]
     assert parameters(AsyncLLM.update_weight_version) == ["new_version"]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from fake_engine import FakeEngine
 
 from rollout.main import run_workers
@@ -45,6 +46,8 @@ class FaultyEngine:
         return await self.engine.generate(request)
 
     async def score(self, token_ids: Sequence[int], first: int) -> Float32Array:
+        if self.fault == "scores_wrong":
+            return np.full(len(token_ids) - first, np.nan, dtype=np.float32)
         return await self.engine.score(token_ids, first)
 
     async def load(
@@ -91,6 +94,10 @@ async def raises(config: Config, host_slot: int) -> Engine:
     return _faulty("raises", config)
 
 
+async def scores_wrong(config: Config, host_slot: int) -> Engine:
+    return _faulty("scores_wrong", config)
+
+
 async def load_fails(config: Config, host_slot: int) -> Engine:
     return _faulty("load_fails", config)
 
@@ -110,7 +117,7 @@ async def fails_at_start(config: Config, host_slot: int) -> Engine:
 
 FACTORIES = {
     factory.__name__: factory
-    for factory in (steady, slow, uneven, raises, load_fails, dies_in_load, dies_at_start, fails_at_start)
+    for factory in (steady, slow, uneven, raises, scores_wrong, load_fails, dies_in_load, dies_at_start, fails_at_start)
 }
 
 

@@ -25,6 +25,7 @@ from shared.schema import decode_group
 from shared.spans import Recorder
 from shared.weights import bucket_entries, weights_digest
 
+WRONG = "wrong"
 TOKENIZER = SimpleNamespace(
     chat_template=None,
     encode=lambda text, add_special_tokens: [ord(c) % 128 for c in text],
@@ -67,6 +68,7 @@ class WatchedEngine(FakeEngine):
         super().__init__(token_s=token_s)
         self._wrong = wrong
         self.asked: list[tuple[int, GenerateRequest]] = []  # the active version, the request
+        self.asked_wrong: list[str] = []  # ids of requests that came while it computed with other weights
         self.loads: list[tuple[int, RequestsInLoad]] = []
         self.num_scores = 0
         self.scoring = asyncio.Event()
@@ -74,6 +76,8 @@ class WatchedEngine(FakeEngine):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self.asked.append((self._version, request))
+        if self._weights == WRONG:
+            self.asked_wrong.append(request.request_id)
         return await super().generate(request)
 
     async def score(self, token_ids: Sequence[int], first: int) -> Float32Array:
@@ -88,7 +92,7 @@ class WatchedEngine(FakeEngine):
     ) -> dict[str, float]:
         parts = await super().load(manifest, files, requests)
         if len(self.loads) in self._wrong:
-            self._weights = "wrong"
+            self._weights = WRONG
         self.loads.append((manifest.version, requests))
         return parts
 

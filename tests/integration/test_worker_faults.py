@@ -37,7 +37,7 @@ def test_a_worker_lost_in_a_sync_is_replaced_and_the_run_goes_on(run: Run, engin
     check_finished(run)
     first, second = [event["who"] for event in run.events() if event["name"] == "joined"]
     left = {event["who"]: event["detail"] for event in run.events() if event["name"] == "left"}
-    assert ("WeightSyncError" if engine == "load_fails" else "died: ") in left[first], run.story()
+    assert ("WeightsRefused" if engine == "load_fails" else "died: ") in left[first], run.story()
     syncs = [(sync.worker_id, sync.version) for sync in read_syncs(run.directory)]
     assert syncs[0] == (first, 1)
     assert syncs[1:5] == [(second, version) for version in range(2, 6)]  # the run may end before the last one
@@ -53,6 +53,17 @@ def test_workers_that_always_die_end_the_run_after_three(run: Run) -> None:
     assert "died" in run.said(rollout), run.story()
     run.end(learner, 1, timeout_s=10)
     assert "the rollout side of the run failed" in run.said(learner)
+
+
+def test_workers_whose_weights_are_always_wrong_end_the_run(run: Run) -> None:
+    rollout, learner = run.start_rollout("scores_wrong"), run.start_learner()
+    run.end(rollout, 1)
+    said = run.said(rollout)
+    assert "WeightsRefused: worker worker-" in said, run.story()
+    assert "version 1 was refused by the load check: the probe could not be measured: " in said
+    run.end(learner, 1, timeout_s=10)
+    assert [event["name"] for event in run.events()].count("weights_refused") == 6  # three workers, twice each
+    assert run.version() == 1
 
 
 def test_an_engine_that_cannot_be_made_ends_the_run_at_once(run: Run) -> None:

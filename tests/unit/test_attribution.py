@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from learner.attribution import ScoredRollout, attribute, measured_mismatch, zero_lag
+from learner.attribution import ScoredRollout, attribute, measured_by_worker, measured_mismatch, zero_lag
 from shared.mismatch import measure
 from shared.records import KvState, Mismatch, Rollout, Segment
 
@@ -15,7 +15,12 @@ RNG = np.random.default_rng(0)
 
 
 def scored(
-    length: int, versions: Sequence[int] = (STEP,), kv: KvState = "fresh", lag: float = 0.0, with_logprobs: bool = True
+    length: int,
+    versions: Sequence[int] = (STEP,),
+    kv: KvState = "fresh",
+    lag: float = 0.0,
+    with_logprobs: bool = True,
+    worker: str = "w0",
 ) -> ScoredRollout:
     """Equal segments of these versions; d = mismatch (E[exp d] = 1), plus `lag` on all tokens not of STEP."""
     behavior = -RNG.exponential(1.0, length).astype(np.float32)
@@ -27,7 +32,7 @@ def scored(
         shift[start:end] = lag if version != STEP else 0.0
     learner = behavior + RNG.normal(-(SIGMA**2) / 2, SIGMA, length) + shift
     rollout = Rollout(np.zeros(length, np.int32), behavior if with_logprobs else None, tuple(segments), "stop", 1.0)
-    return ScoredRollout(rollout, 1.0, learner.astype(np.float32))
+    return ScoredRollout(worker, rollout, 1.0, learner.astype(np.float32))
 
 
 KNOWN = measure(RNG.normal(-(SIGMA**2) / 2, SIGMA, 5000))
@@ -45,6 +50,15 @@ def test_only_tokens_of_the_trained_version_with_their_own_cache_are_measured() 
     assert found.num_tokens == sum(s.rollout.num_tokens for s in fresh)
     assert found.spread == pytest.approx(SIGMA, rel=0.1)
     assert measured_mismatch(others, STEP) is None
+
+
+def test_each_worker_is_measured_for_itself() -> None:
+    batch = [scored(n, worker=worker) for n in lengths(20) for worker in ("w0", "w1")] + [
+        scored(20, (STEP - 1,), worker="w2")
+    ]
+    found = measured_by_worker(batch, STEP)
+    assert found.keys() == {"w0", "w1"}
+    assert found["w1"] == measured_mismatch([s for s in batch if s.worker_id == "w1"], STEP) != found["w0"]
 
 
 def test_sequence_payload_is_measured_too() -> None:

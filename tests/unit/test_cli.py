@@ -42,6 +42,7 @@ def test_there_are_shipped_configs() -> None:
     [
         ("clip.hgih=0.1", ["unknown key 'clip.hgih'", "'high'"]),
         ("learner.minibatches=3", ["learner.minibatches = 3", "learner.prompts_per_step = 8", "[1, 2, 4, 8]"]),
+        ("sampling.group_size=1", ["sampling.group_size = 1", "Set sampling.group_size to 2 or more"]),
         ("sampling.top_p=0.8", ["sampling.top_p = 0.8", "Set sampling.top_p = 1.0"]),
         ("learner.lr=fast", ["learner.lr = 'fast'"]),
         ("learner", ["not of the form section.key=value"]),
@@ -49,8 +50,11 @@ def test_there_are_shipped_configs() -> None:
         ("run.name=../up", ["run.name = '../up'"]),
     ],
 )
-def test_a_bad_config_ends_with_code_2_and_says_what_to_change(toml: Path, override: str, said: list[str]) -> None:
-    result = seqrelay("train", str(toml), override)
+@pytest.mark.parametrize("command", ["train", "doctor"])
+def test_a_bad_config_ends_with_code_2_and_says_what_to_change(
+    toml: Path, command: str, override: str, said: list[str]
+) -> None:
+    result = seqrelay(command, str(toml), override)
     assert result.returncode == 2, result.stderr
     assert not [text for text in said if text not in result.stderr], result.stderr
     assert "Traceback" not in result.stderr

@@ -10,7 +10,8 @@ from hub_stories import LEARNER, POLL_S, MakeGroup, MakeHub, ask, publication, r
 
 from shared.errors import HubError, RunFailed, SchemaError
 from shared.ledger import MAX_REPLACEMENTS
-from shared.records import EvalReport, GroupId, ProbeReport, Publication, Span, SyncReport, Ticket, Work
+from shared.records import EvalReport, GroupId, Mismatch, ProbeReport, Publication, Span, SyncReport, Ticket, Work
+from shared.run_files import read_probes
 from shared.schema import decode_group, encode_group
 
 
@@ -229,11 +230,11 @@ def test_reports_go_to_their_files(make_hub: MakeHub, tmp_path: Path) -> None:
     hub = make_hub()
     span = Span("w0", "load", 1.0, 2.5, 1, "13 MB")
     synced = sync("w0", 1)
-    probe = ProbeReport("w0", 1, 40, 2e-6, 0.7)
+    probe = ProbeReport("w0", 1, Mismatch(40, 1e-6, 1e-12, 1e-12), 2e-6, 0.7, released=True)
     run(hub.report([span, synced, span, probe]))
     assert [Span(**row) for row in rows(tmp_path / "spans.jsonl")] == [span, span]
     assert [SyncReport(**row) for row in rows(tmp_path / "syncs.jsonl")] == [synced]
-    assert [ProbeReport(**row) for row in rows(tmp_path / "probes.jsonl")] == [probe]
+    assert read_probes(tmp_path) == [probe]
 
 
 def test_a_sync_reported_during_a_poll_brings_work_at_the_new_version(make_hub: MakeHub, make_group: MakeGroup) -> None:

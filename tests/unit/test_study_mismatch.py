@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from study_mismatch import plan
 from study_mismatch_analysis import (
     PAPER,
@@ -16,6 +17,7 @@ from study_mismatch_analysis import (
     by_probability,
     length_figures,
     token_figures,
+    two_halves,
     verdicts,
     windows,
 )
@@ -64,7 +66,7 @@ def test_a_calibrated_range_clips_two_and_a_half_percent_of_each_sign(noise: Any
     assert figures.independence == pytest.approx(1.0, abs=0.1)
     for share in (figures.calibrated.good, figures.calibrated.bad):
         assert share.low < 0.025 < share.high
-        assert 0.015 < share.value < 0.035
+        assert 0.012 < share.value < 0.045
     assert figures.half_width == pytest.approx(1.96 * SPREAD / np.sqrt(length), rel=0.02)
     assert figures.fixed.good.value > 0.3
     assert figures.fixed.bad.value > figures.fixed.good.value  # the bias is downward
@@ -79,8 +81,8 @@ def test_a_shift_of_three_half_widths_is_clipped_on_its_side(noise: Any) -> None
 
 
 def test_a_range_is_calibrated_on_the_other_half() -> None:
-    quiet, loud = gaussian(20, spread=0.01), gaussian(20, spread=0.1)
-    mixed = [sequence for pair in zip(quiet, loud, strict=True) for sequence in pair]
+    quiet, loud = gaussian(40, spread=0.01), gaussian(40, spread=0.1)
+    mixed = [(quiet, loud)[half][i] for i, half in enumerate(two_halves(40))]
     fit = CrossFit(mixed, num_draws=2)
     spreads = [clip.spread for clip in fit.ranges[0]]
     assert spreads[0] == pytest.approx(0.1, rel=0.05)  # for the quiet half, from the loud one

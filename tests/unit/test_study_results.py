@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from study_results import Results, machine
 
 TABLE = pa.table({"step": [0, 1], "reward": [0.5, None]})

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from study_noise import Noise
-from study_results import Results
-from study_runner import Arm, engine_needed, run_arms, run_training
 from tiny_models import tiny_model
-from tiny_moe import make_tokenizer
 
 from shared.config import Config
 from shared.errors import ConfigError
+from study_noise import Noise
+from study_results import Results
+from study_runner import Arm, engine_needed, run_arms, run_training
+from tiny_moe import make_tokenizer
 
 TIMES = ("_s", "_per_s")
 
@@ -32,9 +32,9 @@ def config_for(model: Path, max_staleness: int = 0, steps: int = 3, **sections: 
         "model": {"path": str(model), "precision": "float32"},
         "prompts": {"style": "plain", "digits": 2, "num_held_out": 4},
         "reward": {"function": "example_rewards:even_length"},
-        "sampling": {"group_size": 4, "max_tokens": 6},
+        "sampling": {"group_size": 6, "max_tokens": 6},
         "rollout": {"max_model_len": 32},
-        "learner": {"steps": steps, "prompts_per_step": 4, "minibatches": 2, "lr": 1e-3},
+        "learner": {"steps": steps, "prompts_per_step": 8, "minibatches": 2, "lr": 1e-3},
         # The engine's numbers are those of another model.
         "sync": {"max_staleness": max_staleness, "max_mismatch": 1e6},
         "evaluation": {"samples": 1},

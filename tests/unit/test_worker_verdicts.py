@@ -51,7 +51,7 @@ def tell(make_config: MakeConfig, make_hub: MakeHub) -> Callable[..., None]:
 
 
 def states(hub: Hub, step: int) -> list[str | None]:
-    return [row and row.state for row in hub._core.ledger.step_groups(step).values()]
+    return [row.state if row else None for row in hub._core.ledger.step_groups(step).values()]
 
 
 def probed(folder: Path) -> list[tuple[int, bool]]:
@@ -229,6 +229,7 @@ def test_an_evaluation_waits_for_weights_that_were_released(tell: Callable[..., 
         engine.scoring.set()
         assert await working
         assert asked_for(engine, 1) == 4
+        assert not any(request_id.startswith("evaluation") for request_id in engine.asked_wrong)
         assert engine.loads == [(1, "recompute"), (1, "abort")]
 
     tell(story, learner={"steps": 1}, evaluation={"samples": 1})
