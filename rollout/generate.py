@@ -124,7 +124,12 @@ class GroupGenerator:
         request = rollout_request(
             self._config, ticket, member, count, prompt.token_ids, begun.version, kept_ids=kept_ids
         )
-        completion = await self._engine.generate(request)
+        try:
+            completion = await self._engine.generate(request)
+        except RolloutRejected:
+            if await self.verdicts.all_released(begun):
+                raise
+            return NOTHING  # wrong weights may give anything; that is no fault of this rollout
         return cut(completion, await self.verdicts.num_released(begun, completion.version_spans))
 
     def _timeout_text(self, ticket: Ticket, num_finished: int) -> str:

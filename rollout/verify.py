@@ -20,9 +20,6 @@ from shared.mismatch import measure
 from shared.protocols import Engine
 from shared.records import Mismatch, ProbeSequence
 
-# Differences count up to here: exp() of larger ones is no number any more, and they are refused anyway.
-MAX_NATS = 100.0
-
 
 class Load:
     """One load of weights: its verdict, and the load that came after it. Made by `Verdicts`."""
@@ -83,6 +80,10 @@ class Verdicts:
             await self.current.followed.wait()
         return self.current
 
+    async def all_released(self, begun: Load) -> bool:
+        """Whether no wrong weights were there since a request started under `begun`; waits for the verdicts."""
+        return all([await load.is_released() for load in begun.onwards()])
+
     async def num_released(self, begun: Load, spans: Sequence[Span]) -> int:
         """How many leading tokens of a request may leave the worker; waits for the verdicts that this takes.
 
@@ -120,7 +121,7 @@ async def check_load(engine: Engine, probe: Sequence[ProbeSequence], max_mismatc
     try:
         scores = await asyncio.gather(*[engine.score(p.token_ids.tolist(), p.first) for p in probe])
         d_T = np.concatenate([p.logprobs.astype(np.float64) - s for p, s in zip(probe, scores, strict=True)])
-        mismatch, max_abs = measure(d_T.clip(-MAX_NATS, MAX_NATS)), float(np.abs(d_T).max())
+        mismatch, max_abs = measure(d_T), float(np.abs(d_T).max())
     except (RolloutRejected, ValueError) as error:  # a log-probability that is none, on either side
         return LoadCheck(Mismatch(0, 0.0, 0.0, 0.0), 0.0, f"the probe could not be measured: {error}")
     figures = f"rms {mismatch.rms:.3g} nats over {len(d_T)} tokens, limit {max_mismatch:.3g}, largest {max_abs:.3g}"

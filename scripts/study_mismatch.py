@@ -2,7 +2,7 @@
 
 python scripts/study_mismatch.py                  # runs what is missing (20 minutes on two idle cores), then reports
 python scripts/study_mismatch.py --report-only    # reads scripts/studies/mismatch, writes docs/study_mismatch.*
-python scripts/study_mismatch.py --short          # a minute, a few sequences, into a temporary folder
+python scripts/study_mismatch.py --short          # a minute, a few sequences, writes nothing
 
 No weights are ever updated: sequences are sampled by vLLM and scored by the learner under the model's own weights, in
 every precision mode. The models come from `make models`.
@@ -18,12 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from study_mismatch_report import report
 from study_mismatch_runs import SMOLLM2, TINY_MOE, Samples, Scores, run_all
 from study_results import Results
 from study_runner import vllm_engine
 
 STUDY, VERSION = "mismatch", 1
-COMMAND = "python scripts/study_mismatch.py"
 
 # Sampled and scored; bfloat16 samples are scored by a float32 learner too, which tells the engine's part.
 TEMPERATURES = (1.0, 0.6)
@@ -74,7 +74,7 @@ def make_runs(all_samples: Sequence[Samples], all_scores: Sequence[Scores], resu
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--short", action="store_true", help="a minute's form of it, into a temporary folder")
+    parser.add_argument("--short", action="store_true", help="a minute's form of it, which writes nothing")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
     all_samples, all_scores = plan(options.short)
@@ -82,9 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results(STUDY, VERSION, Path(temporary) if options.short else None)
         if not options.report_only:
             make_runs(all_samples, all_scores, results)
-        from study_mismatch_report import write_report
-
-        return write_report(all_scores, results, Path(temporary) if options.short else Path("docs"))
+        return report(all_scores, results, None if options.short else Path("docs"))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def draw(cells: Sequence[Cell], out: Path) -> None:
     noise.set(
         xscale="log", yscale="log", xlabel="tokens", ylabel="|log s|, nats a token", title="Noise before any update"
     )
-    tokens.set(yscale="log", xlabel="probability of the token", ylabel="spread of d, nats", title="Where it comes from")
+    tokens.set(yscale="log", xlabel="probability of the token", ylabel="spread of d, nats", title="Single tokens")
     for axis in (noise, clipped, tokens):
         axis.grid(alpha=0.3)
         axis.legend(fontsize="x-small")

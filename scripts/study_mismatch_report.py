@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from study_mismatch_analysis import LengthFigures, Verdict, verdicts
-from study_mismatch_runs import Scores
+from study_mismatch_analysis import NUM_DRAWS, LengthFigures, Verdict, verdicts
+from study_mismatch_figure import draw
+from study_mismatch_runs import MAX_TOKENS, Scores, arrays
 from study_mismatch_tables import (
     Cell,
     analyze,
@@ -15,11 +16,14 @@ from study_mismatch_tables import (
     table,
     tokens_table,
 )
+from study_mismatch_text import TEXT
 from study_results import Results
 
 # The acceptance is about these modes, from this length on.
 JUDGED = ("bfloat16", "bfloat16-float32-head")
 FROM_LENGTH = 16
+SIGNS = ("good", "bad")
+OUTCOMES = {"passed": "pass", "failed": "FAIL", "open": "open"}
 
 
 def acceptance(cells: Sequence[Cell]) -> list[tuple[Cell, LengthFigures, Verdict]]:
@@ -33,31 +37,29 @@ def acceptance(cells: Sequence[Cell]) -> list[tuple[Cell, LengthFigures, Verdict
     ]
 
 
-def write_report(all_scores: Sequence[Scores], results: Results, folder: Path) -> int:
-    """Print the acceptance and write `study_mismatch.md` and `.png`: 1 if a line of the acceptance fails, else 0."""
-    from study_mismatch_figure import draw
-
-    cells = [analyze(scores, results) for scores in all_scores]
+def report(all_scores: Sequence[Scores], results: Results, folder: Path | None, num_draws: int = NUM_DRAWS) -> int:
+    """Print the acceptance: 1 if a line of it fails, else 0. Write study_mismatch.md and .png into `folder`, if any."""
+    cells = [analyze(scores, results, num_draws) for scores in all_scores]
     lines = acceptance(cells)
     for cell, figures, verdict in lines:
         name = f"{cell.name} T={cell.temperature} {figures.length} tokens"
         print(f"{verdict.outcome:4}  {name:45} {verdict.what:45} {verdict.figures}")
-    folder.mkdir(parents=True, exist_ok=True)
-    draw(cells, folder / "study_mismatch.png")
-    (folder / "study_mismatch.md").write_text(document(cells, lines))
-    print(f"wrote {folder / 'study_mismatch.md'} and {folder / 'study_mismatch.png'}")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        draw(cells, folder / "study_mismatch.png")
+        (folder / "study_mismatch.md").write_text(document(cells, lines))
+        print(f"wrote {folder / 'study_mismatch.md'} and {folder / 'study_mismatch.png'}")
     return int(any(verdict.outcome == "FAIL" for _, _, verdict in lines))
 
 
 def document(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, Verdict]]) -> str:
     """The whole text of docs/study_mismatch.md."""
-    parts = {
+    bins_of = [c for c in cells if c.name in ("float32", "bfloat16") and c.temperature == 1]
+    tables = {
         "tokens": tokens_table(cells),
-        "probability": probability_table(
-            [c for c in cells if c.name in ("float32", "bfloat16") and c.temperature == 1]
-        ),
+        "probability": probability_table(bins_of),
         "log_s": lengths_table(cells, {"median": _scaled(0), "99 %": _scaled(2), "largest": _scaled(3)}),
-        "independence": lengths_table(cells, {"": lambda f: f"{f.independence:.2f}"}),
+        "independence_table": lengths_table(cells, {"": lambda f: f"{f.independence:.2f}"}),
         "fixed": lengths_table(
             cells, {"A > 0": lambda f: percent(f.fixed.good), "A < 0": lambda f: percent(f.fixed.bad)}
         ),
@@ -67,14 +69,49 @@ def document(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, V
         "half_width": lengths_table(cells, {"": lambda f: f"{f.half_width:.1e}"}),
         "shifted": lengths_table(
             _judged(cells),
-            {"up, A > 0": lambda f: f"{f.shifted_good:.0%}", "down, A < 0": lambda f: f"{f.shifted_bad:.0%}"},
+            {"up, A > 0": lambda f: f"{f.shifted_good:.1%}", "down, A < 0": lambda f: f"{f.shifted_bad:.1%}"},
         ),
         "acceptance": acceptance_table(lines),
         "cost": cost_table(cells),
-        "machine": cells[0].sampled.made["machine"],
-        "date": max(str(cell.scored.made["on"]) for cell in cells),
     }
-    return TEXT.format(**parts)
+    return TEXT.format(**tables, **_figures(cells, lines))
+
+
+def _figures(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, Verdict]]) -> dict[str, str]:
+    """The figures that the words name, at temperature 1."""
+    by_name = {cell.name: cell for cell in cells if cell.temperature == 1}
+    float32, float16, bfloat16 = (by_name[name] for name in ("float32", "float16", "bfloat16"))
+    head, other = by_name["bfloat16-float32-head"], by_name["bfloat16 engine, float32 learner"]
+    lengths = {f.length: f for f in bfloat16.by_length}
+    outcomes = [verdict.outcome for _, _, verdict in lines]
+    ratios = [f.independence for f in bfloat16.by_length]
+    completions = [n for c in cells if c.name == "bfloat16" for n in map(len, arrays(c.sampled, "completion_ids"))]
+    return {
+        "machine": bfloat16.sampled.made["machine"],
+        "date": max(str(cell.scored.made["on"]) for cell in cells),
+        "engine_min": f"{sum({c.sampled.path: c.sampled.made['cpu_s'] for c in cells}.values()) / 60:.0f}",
+        "learner_min": f"{sum(c.scored.made['cpu_s'] for c in cells) / 60:.0f}",
+        "f32_abs": f"{float32.tokens.mean_abs:.1e}",
+        "moe_abs": f"{by_name['tiny MoE, float32'].tokens.mean_abs:.1e}",
+        "bf16_abs": f"{bfloat16.tokens.mean_abs:.1e}",
+        **{f"fixed_{sign}_{n}": f"{getattr(lengths[n].fixed, sign).value:.0%}" for sign in SIGNS for n in (16, 512)},
+        **{f"width_{n}": f"{lengths[n].half_width:.1e}" for n in (16, 512)},
+        "num_lines": f"{len(outcomes)}",
+        **{f"num_{name}": f"{outcomes.count(o)}" for name, o in OUTCOMES.items()},
+        "least_shifted": f"{min(min(f.shifted_good, f.shifted_bad) for _, f, _ in lines):.1%}",
+        "independence": f"{min(ratios):.2f} to {max(ratios):.2f}",
+        "bf16_spread": f"{bfloat16.tokens.measured.spread:.3f}",
+        "head_spread": f"{head.tokens.measured.spread:.3f}",
+        "other_spread": f"{other.tokens.measured.spread:.3f}",
+        "head_cost": f"{1 - _scored_per_cpu_s(head) / _scored_per_cpu_s(bfloat16):.0%}",
+        "f16_factor": f"{bfloat16.tokens.measured.spread / float16.tokens.measured.spread:.0f}",
+        "num_long": f"{sum(n == MAX_TOKENS for n in completions)}",
+        "num_bf16": f"{len(completions)}",
+    }
+
+
+def _scored_per_cpu_s(cell: Cell) -> float:
+    return float(cell.scored.made["num_tokens"] / cell.scored.made["cpu_s"])
 
 
 def _judged(cells: Sequence[Cell]) -> list[Cell]:

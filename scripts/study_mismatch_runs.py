@@ -27,10 +27,11 @@ from shared.config import Config
 from shared.protocols import Completion, Engine, GenerateRequest
 from shared.seeds import derive_seed
 from study_results import Results, Run
+from study_runner import EngineFactory, engine_running
 
 SMOLLM2, TINY_MOE = "models/smollm2-135m", "models/tiny-moe"
 MAX_TOKENS = 512
-MAX_MODEL_LEN = 640
+MAX_MODEL_LEN, TINY_MODEL_LEN = 640, 512
 # Up to so many sequences both temperatures are sampled at once, for an engine's step costs little less with fewer;
 # more of them are sampled one temperature after the other, so that the learner can begin.
 TOGETHER = 64
@@ -72,11 +73,11 @@ class Samples:
 
     @property
     def prompts(self) -> tuple[str, ...]:
-        return SUMS if self.model == TINY_MOE else QUESTIONS + OPENINGS
+        return QUESTIONS + OPENINGS if self.model == SMOLLM2 else SUMS
 
     @property
     def max_model_len(self) -> int:
-        return min(MAX_MODEL_LEN, 512) if self.model == TINY_MOE else MAX_MODEL_LEN
+        return MAX_MODEL_LEN if self.model == SMOLLM2 else TINY_MODEL_LEN
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,6 @@ def study_config(model: str, precision: str, max_model_len: int, max_num_seqs: i
 
 
 Progress = Callable[[str, int, int], None]  # what, how much of it is done, how much there is
-EngineFactory = Callable[[Config], Any]
 
 
 async def run_all(
@@ -158,11 +158,8 @@ async def _engine(config: Config, make_engine: EngineFactory) -> AsyncIterator[E
         if config.model.path == TINY_MOE:
             path = without_end_token(Path(TINY_MOE), Path(folder) / "model")
             config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
-        engine = await make_engine(config)
-        try:
+        async with engine_running(config, make_engine) as engine:
             yield engine
-        finally:
-            await engine.close()
 
 
 def without_end_token(source: Path, out: Path) -> Path:

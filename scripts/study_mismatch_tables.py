@@ -48,8 +48,8 @@ class Cell:
         return self.scores.samples.temperature
 
 
-def analyze(scores: Scores, results: Results) -> Cell:
-    """ValueError when the runs are not there."""
+def analyze(scores: Scores, results: Results, num_draws: int) -> Cell:
+    """`num_draws` of the bootstrap. ValueError when the runs are not there."""
     sampled = results.find(scores.samples.arm, scores.samples.settings)
     scored = results.find(scores.arm, scores.settings)
     if sampled is None or scored is None:
@@ -57,7 +57,7 @@ def analyze(scores: Scores, results: Results) -> Cell:
     learner = arrays(scored, "learner_logprobs")
     engine = arrays(sampled, "engine_logprobs")[: len(learner)]
     differences = [ours.astype(np.float64) - theirs for ours, theirs in zip(learner, engine, strict=True)]
-    fit = CrossFit(differences)
+    fit = CrossFit(differences, num_draws)
     lengths = [length_figures(differences, length, fit) for length in LENGTHS]
     return Cell(
         scores,

@@ -20,7 +20,7 @@ RANGES = {
     "sized": (3e-4, 4e-4, "drift"),
 }
 # What a bfloat16 engine and learner differ by (study_mismatch.md), put on a float32 engine.
-NOISE = Noise(spread=0.06)
+NOISE = Noise(spread=0.067)
 NOISY_MAX_MISMATCH = 0.25
 
 MOE_SEEDS, MOE_STEPS = (0, 1, 2), 40

@@ -60,7 +60,7 @@ def _watch_steps(
 
 def doctor(options: argparse.Namespace, config: Config) -> int:
     """A run that never trains, in a folder that is removed: 1 if it shows a fault."""
-    with tempfile.TemporaryDirectory(prefix="seqrelay-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="seqrelay-doctor-", ignore_cleanup_errors=True) as folder:
         examined = examined_config(config, folder)
         run_directory = open_for_learner(examined, resume=False, alone=True)
         outcome, failure = launch.Outcome(finished=False, interrupted=False), ""

@@ -133,7 +133,7 @@ def _sampling(config: Config, found: Examination) -> Iterator[Finding]:
     for report in found.sampled:
         yield _sampling_check("sampling check", report, config)
     for report in found.sampled:
-        value = f"a constant error of {report.smallest_shift:.1e} nats a token would show at 3 standard errors"
+        value = f"a constant error of {report.smallest_shift:.1e} nats a token would show"
         yield Finding("smallest shift", value)
         yield _clipping(report, config)
     for report in found.resampled:
@@ -161,7 +161,7 @@ def _clipping(report: SamplingReport, config: Config) -> Finding:
     fixed = f"{clip.low:g}/{clip.high:g} {_signs(report.fixed_clip)}"
     calibrated = f"calibrated {_signs(report.calibrated_clip)}"
     if clip.calibration == "none":
-        value = f"{fixed} ({calibrated}, which is off)"
+        value = f"{fixed} ({calibrated}, which is off)" if report.mismatch.num_tokens >= MIN_TOKENS else fixed
         if max(report.fixed_clip) <= CLIPPED_BY_NOISE:
             return Finding("clipped by noise", value)
         remedy = 'the range lies below the noise: set clip.calibration = "measured", or model.precision = "float32"'
@@ -260,10 +260,14 @@ def _shared_memory(memory: Memory) -> Finding:
 
 
 def _cause(failure: str) -> str:
-    """The line that names the error: behind a traceback the first that begins like one, else the first of all."""
+    """The line that names the error: behind a traceback the first that begins like one, else the first of all.
+
+    One that ends in a colon goes with what it announces.
+    """
     lines = failure.strip().splitlines()
     named = [line for line in lines if _ERROR.match(line)] if _TRACEBACK in failure else []
-    return (named or lines)[0]
+    first = (named or lines)[0]
+    return f"{first} {lines[-1]}" if first.endswith(":") else first
 
 
 def size(num_bytes: float) -> str:

@@ -18,7 +18,7 @@ from shared.examination import EXAMINATION_FILE, Examination, SampleText
 from shared.run_files import read_rows
 
 _STYLES = {"ok": "green", "warning": "yellow", "fault": "bold red"}
-_SHOWN_CHARACTERS = 60
+_SHOWN_CHARACTERS = 100
 _FILE_CHARACTERS = 200  # the width of a table that goes to no terminal
 
 
@@ -100,12 +100,9 @@ def as_json(findings: Sequence[Finding], found: Examination | None, config: Conf
 
 def _line(sample: SampleText) -> str:
     reward = "unscored" if sample.reward is None else f"{sample.reward:g}"
-    return f"reward {reward}: {_cut(sample.prompt, at_end=True)} -> {_cut(sample.completion)}"
-
-
-def _cut(text: str, at_end: bool = False) -> str:
-    """As a quoted text of one line; of a long one its beginning or its end."""
-    if len(text) <= _SHOWN_CHARACTERS:
-        return json.dumps(text, ensure_ascii=False)
-    shown = "..." + text[-_SHOWN_CHARACTERS:] if at_end else text[:_SHOWN_CHARACTERS] + "..."
-    return json.dumps(shown, ensure_ascii=False)
+    prompt, completion = sample.prompt, sample.completion
+    if len(prompt) > _SHOWN_CHARACTERS:
+        prompt = "..." + prompt[-_SHOWN_CHARACTERS:]
+    if len(completion) > _SHOWN_CHARACTERS:
+        completion = completion[:_SHOWN_CHARACTERS] + "..."
+    return f"reward {reward}: " + " -> ".join(json.dumps(text, ensure_ascii=False) for text in (prompt, completion))

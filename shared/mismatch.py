@@ -17,6 +17,8 @@ from shared.records import Mismatch
 
 # |d| above this quantile of the measurement counts as if it were there: 2 of 1,000 tokens.
 TRUSTED_QUANTILE = 0.998
+# What is further apart says nothing but "wrong", and exp of a few more is no number.
+MAX_NATS = 100.0
 # Fewer tokens do not tell a spread: from 256 its standard error is some 10 % with tails like those of bfloat16.
 MIN_TOKENS = 256
 
@@ -26,7 +28,7 @@ def measure(differences_T: npt.ArrayLike) -> Mismatch:
     d_T = np.asarray(differences_T, dtype=np.float64)
     if not len(d_T) or not np.isfinite(d_T).all():
         raise ValueError(f"{len(d_T)} differences, all finite: {bool(np.isfinite(d_T).all())}; give at least one token")
-    limit = np.quantile(np.abs(d_T), TRUSTED_QUANTILE, method="lower")
+    limit = min(MAX_NATS, np.quantile(np.abs(d_T), TRUSTED_QUANTILE, method="lower"))
     d_T = d_T.clip(-limit, limit)
     return Mismatch(len(d_T), float(d_T.mean()), float(d_T.var()), float((np.expm1(d_T) - d_T).mean()))
 

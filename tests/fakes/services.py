@@ -122,10 +122,9 @@ class Run:
             "clip": {"calibration": "none"},
             "rollout": {"max_model_len": 32, "workers": 1, "lease_s": 3.0, "max_attempts": 1000},
             "learner": {
-                "steps": 8, "prompts_per_step": 4, "minibatches": 2, "lr": 1e-3,
-                "checkpoint_steps": 2,
+                "steps": 8, "prompts_per_step": 4, "minibatches": 2, "lr": 1e-3, "checkpoint_steps": 2,
             },
-            "sync": {"max_staleness": 0, "max_mismatch": 1e9},  # the fake engine and the model know nothing of each other
+            "sync": {"max_staleness": 0, "max_mismatch": 1e9},  # fake engine and model know nothing of each other
             "evaluation": {"samples": 0},
         }  # fmt: skip
         (self.directory / "logs").mkdir(parents=True)

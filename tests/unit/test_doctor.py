@@ -23,7 +23,7 @@ from shared.launch import Outcome
 from shared.records import Mismatch, ProbeReport, SamplingReport, SyncReport
 
 GIB = 1 << 30
-SAMPLES = (SampleText("3+4=", "7<eos>", 1.0), SampleText("9+9=", "1" * 90, 0.0))
+SAMPLES = (SampleText("3+4=", "7<eos>", 1.0), SampleText("9" * 150 + "=", "1" * 150, 0.0))
 REWARDS = Rewards(8, 5, 0, 64, 0, 10, 0.25, 0.0, 1.0, SAMPLES)
 MEMORY = Memory(135_000_000, GIB, 8 * GIB, 269_000_000, 24 * GIB, 8 * GIB, 4 * GIB, GIB)
 
@@ -188,7 +188,8 @@ def test_a_person_sees_a_line_a_finding_the_samples_cut_and_a_last_sentence(
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("warning  precision")
     assert "trains faster here" in lines[1]
-    assert lines[-3:-1] == ['reward 1: "3+4=" -> "7<eos>"', 'reward 0: "9+9=" -> "' + "1" * 60 + '..."']
+    cut = '"...' + "9" * 99 + '=" -> "' + "1" * 100 + '..."'
+    assert lines[-3:-1] == ['reward 1: "3+4=" -> "7<eos>"', f"reward 0: {cut}"]
     assert lines[-1].startswith("no faults, 1 warning; engine and learner agree")
     assert len(lines) == len(judge(config, found)) + 1 + 3
     show(judge(config, None, "RuntimeError: no engine"), None, config, "RuntimeError: no engine")

@@ -219,14 +219,14 @@ def test_a_load_that_does_not_come_ends_it(
 
 
 def test_rewards_are_counted_by_group_and_shown_of_every_kind(make_group: Callable[..., Group]) -> None:
-    groups = [tiny_group(0, [0.0, 0.0]), tiny_group(1, [0.0, 0.5, None]), tiny_group(2, [None, None])]
+    groups = [tiny_group(0, [1.0, 1.0]), tiny_group(1, [0.0, 0.5, None]), tiny_group(2, [None, None])]
     groups[0] = replace(groups[0], group=replace(groups[0].group, replacement=1))
     long = replace(groups[1].rollouts[0], finish_reason="length")
     groups[1] = replace(groups[1], rollouts=(long, *groups[1].rollouts[1:]))
     rewards = rewards_of(groups, lambda ids: str(len(ids)))
     assert (rewards.num_groups, rewards.num_mixed, rewards.num_replaced) == (3, 1, 1)
     assert (rewards.num_rollouts, rewards.num_unscored, rewards.num_truncated) == (7, 3, 1)
-    assert (rewards.mean, rewards.least, rewards.most) == (0.125, 0.0, 0.5)
-    assert [sample.reward for sample in rewards.samples] == [0.0, None, 0.5, 0.0, 0.0]
+    assert (rewards.mean, rewards.least, rewards.most) == (0.625, 0.0, 1.0)
+    assert [sample.reward for sample in rewards.samples] == [1.0, 0.0, None, 0.5, 1.0]
     nothing = rewards_of(groups[2:], lambda ids: "")
     assert (nothing.mean, nothing.least, nothing.most, len(nothing.samples)) == (None, None, None, 2)

@@ -65,3 +65,9 @@ def test_weights_and_scales() -> None:
     part = Mismatch(100, -0.001, 0.004, 0.002)
     assert weighted(part, 0.5).num_tokens == 50
     assert scaled(part, 2.0) == Mismatch(100, -0.002, 0.008, 0.004)
+
+
+def test_differences_beyond_any_number_stay_finite() -> None:
+    found = measure([5000.0, -5000.0] * 10)
+    assert np.isfinite([found.mean, found.variance, found.k3]).all()
+    assert found.rms == pytest.approx(100.0)

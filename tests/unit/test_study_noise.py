@@ -1,6 +1,7 @@
 """The engine that reports log-probabilities off by a known mismatch."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,14 +35,20 @@ def test_tokens_are_drawn_as_before_and_their_log_probabilities_are_off(engine: 
     assert 0 < np.abs(differences).max() < 0.5
 
 
-def test_the_request_decides_the_noise(engine: FakeEngine) -> None:
-    def off(seed: int, noise: Noise) -> np.ndarray:
-        return sample(engine, seed).logprobs - sample(NoisyEngine(engine, noise), seed).logprobs
+class ConstantEngine(FakeEngine):
+    """Says -4 of every token."""
 
-    np.testing.assert_array_equal(off(1, Noise(0.05)), off(1, Noise(0.05)))
-    num = min(len(off(1, Noise(0.05))), len(off(2, Noise(0.05))), len(off(1, Noise(0.05, seed=9))))
-    assert not np.allclose(off(1, Noise(0.05))[:num], off(2, Noise(0.05))[:num])
-    assert not np.allclose(off(1, Noise(0.05))[:num], off(1, Noise(0.05, seed=9))[:num])
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return replace(await super().generate(request), token_ids=np.zeros(40, np.int32), logprobs=np.full(40, -4.0))
+
+
+def test_the_request_decides_the_noise() -> None:
+    def reported(seed: int, noise: Noise) -> list[float]:
+        return sample(NoisyEngine(ConstantEngine(), noise), seed).logprobs.tolist()
+
+    assert reported(1, Noise(0.05)) == reported(1, Noise(0.05))
+    assert not set(reported(1, Noise(0.05))) & set(reported(2, Noise(0.05)))
+    assert not set(reported(1, Noise(0.05))) & set(reported(1, Noise(0.05, seed=9)))
 
 
 def test_scores_are_off_by_the_same_spread(engine: FakeEngine) -> None:
@@ -67,6 +74,8 @@ def test_the_noise_is_a_mismatch_of_the_spread_asked_for(spread: float) -> None:
 def test_confident_tokens_have_less_of_it_and_none_gets_above_zero() -> None:
     factors = confidence_factor(np.log([0.001, 0.2, 0.5, 0.95, 1.0]))
     assert factors.tolist() == pytest.approx([1.0, 1.0, 0.7, 0.07, 0.0])
+    likely = np.full(20_000, np.log(0.95), dtype=np.float32)
+    assert (likely - perturbed(likely, 0.25, seed=0)).std() == pytest.approx(0.07 * 0.25, rel=0.05)
     sure = np.log(np.linspace(0.9, 1.0, 10_000)).astype(np.float32)
     assert perturbed(sure, 0.25, seed=0).max() <= MAX_LOGPROB
     assert np.isfinite(perturbed(sure, 0.25, seed=0)).all()

@@ -156,6 +156,34 @@ def test_a_rollout_without_a_token_that_may_stay_starts_again(long_groups: Calla
     assert {request.max_tokens for request in engine.asked} == {MAX_TOKENS}
 
 
+def test_what_wrong_weights_make_untrustworthy_does_not_count_as_rejected(
+    long_groups: Callable[..., GroupGenerator],
+) -> None:
+    class Broken(Watching):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            completion = await super().generate(request)
+            if self._weights == "bad":
+                raise RolloutRejected("log-probability nan")
+            return completion
+
+    engine = Broken()
+    generator = long_groups(engine)
+    loads = Loads(engine, generator.verdicts)
+
+    async def story() -> Group:
+        bad = loads.load(1, "bad")
+        making = asyncio.create_task(generate(generator, 0))
+        await asyncio.sleep(0.2)
+        bad.decide(False)
+        await asyncio.sleep(0.01)
+        loads.load(1, "good").decide(True)
+        return await making
+
+    group = asyncio.run(story())
+    assert group.num_rejected == 0
+    assert len(engine.asked) == 2 * NUM_MEMBERS
+
+
 def test_completions_of_released_weights_need_no_second_request(long_groups: Callable[..., GroupGenerator]) -> None:
     engine = Watching()
     generator = long_groups(engine)
