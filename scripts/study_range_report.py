@@ -60,7 +60,7 @@ class Part:
     def made(self) -> str:
         """Command, day, machine and minutes."""
         days = sorted({run.made["on"] for run in self.runs})
-        machines = sorted({run.made["machine"] for run in self.runs})
+        machines = sorted({run.made["machine"].replace("1 cores of", "1 core a run of") for run in self.runs})
         return f"`{COMMAND}`, {' to '.join(days)}, {'; '.join(machines)}, {minutes(self.cells):.0f} minutes of steps"
 
 

@@ -59,7 +59,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Reward of the last steps of `one` against `other`, seed by seed of the same data."""
+    """Reward of the last steps of `one` against `other`, in the same order of seeds."""
 
     one: str
     other: str
@@ -76,6 +76,11 @@ class Comparison:
         if max(self.first.values) < min(self.second.values):
             return "below"
         return "overlap"
+
+    @property
+    def by_seed(self) -> tuple[float, ...]:
+        """The differences of runs of the same seed, which are asked the same prompts."""
+        return tuple(a - b for a, b in zip(self.first.values, self.second.values, strict=False))
 
 
 def compare(one: Cell, other: Cell, last: int = LAST) -> Comparison:
@@ -155,10 +160,16 @@ def variance_table(cells: Sequence[Cell]) -> str:
 
 def comparison_table(comparisons: Iterable[Comparison]) -> str:
     rows = [
-        (c.one, c.other, f"{c.first.mean - c.second.mean:+.3f}", seeds_of(c.first), seeds_of(c.second), c.verdict)
+        (
+            c.one,
+            c.other,
+            f"{c.first.mean - c.second.mean:+.3f}",
+            ", ".join(f"{difference:+.3f}" for difference in c.by_seed),
+            c.verdict,
+        )
         for c in comparisons
     ]
-    return table([("case", "against", "difference", "seeds", "seeds of the other", "every seed beyond"), *rows])
+    return table([("case", "against", "difference", "by seed", "every seed beyond every seed"), *rows])
 
 
 def minutes(cells: Sequence[Cell]) -> float:

@@ -16,7 +16,7 @@ def summary(reports: Sequence[SamplingReport], config: Config) -> str:
     fixed, calibrated_ = (_mean_pairs(reports, kind) for kind in ("fixed_clip", "calibrated_clip"))
     line = (
         f"engine and learner agree: {mismatch.rms:.1e} nats a token apart on {mismatch.num_tokens:.0f} tokens "
-        f"(limit {config.max_mismatch:.0e}); before any update the clip range would cut "
+        f"(limit {config.max_mismatch:.2g}); before any update the clip range would cut "
     )
     fixed_text = f"{fixed[0]:.0%} of good and {fixed[1]:.0%} of bad samples"
     if any(abs(r.mismatch.mean + r.mismatch.k3) > r.smallest_shift for r in reports):
@@ -39,5 +39,5 @@ def refusal(probe: ProbeReport, config: Config) -> str:
     """A refused version, in one line."""
     return (
         f"{probe.worker_id} refused the weights it had loaded as version {probe.version}: {probe.mismatch.rms:.1e} "
-        f"nats a token from the learner (limit {config.max_mismatch:.0e}); nothing sampled under them is used"
+        f"nats a token from the learner (limit {config.max_mismatch:.2g}); nothing sampled under them is used"
     )

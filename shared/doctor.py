@@ -43,12 +43,14 @@ class Finding:
 def examined_config(config: Config, directory: str) -> Config:
     """The run that is examined in place of the user's: two steps in turn of one worker, in a folder of its own.
 
-    The second step keeps the worker until it holds the weights that were sent after the first.
+    The second step keeps the worker until it holds the weights that were sent after the first. Nothing is clipped; what
+    a calibrated range would cut is told in any case.
     """
     changes = {
         "run": {"directory": directory},
         "rollout": {"workers": 1},
         "learner": {"steps": 2},
+        "clip": {"calibration": "measured"},
         "sync": {"max_staleness": 0},
         "evaluation": {"samples": 0},
     }

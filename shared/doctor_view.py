@@ -32,6 +32,7 @@ class Stages:
         self._started_s, self._shown = time.monotonic(), ""
         if not quiet and self._console.is_terminal:
             self._status.start()
+        self.update()
 
     def update(self) -> None:
         doing = stage(self._run_directory)

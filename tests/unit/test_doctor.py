@@ -125,20 +125,26 @@ def test_a_fixed_range_below_the_noise_is_a_warning_with_the_shares_it_cuts(make
 
 def test_a_failure_is_a_fault_unless_one_explains_it(make_config: Callable[..., Config]) -> None:
     config = make_config()
-    traceback = (
-        "the rollout service ended with code 1. Traceback (most recent call last):\n  File ...\n    raise error\n"
-    )
     assert verdicts(config, None, "no engine") == {"run": "fault"}
-    for text, cause in [
-        (f"{traceback}RuntimeError: no engine\nTop users: PID\nLook for more memory.", "RuntimeError: no engine"),
-        (
-            "the learner service was ended by signal 9. /a/log:\nupdate: 7\n",
-            "the learner service was ended by signal 9. /a/log:",
-        ),
-    ]:
-        assert judge(config, None, text)[-1].value == cause
     refused = examination(probes=(probed(released=False),))
     assert verdicts(config, refused, "Traceback") == {"load check": "fault"}
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "Traceback (most recent call last):\n  File\nRuntimeError: no engine\nPID: 7\nLook.",
+            "RuntimeError: no engine",
+        ),
+        ("ended by signal 9. /a/log:\nloading\nupdate: 7\n", "ended by signal 9. /a/log: update: 7"),
+        ("a group was dropped\nupdate: 7", "a group was dropped"),
+    ],
+)
+def test_of_a_failure_the_line_that_names_it_is_in_the_table(
+    text: str, cause: str, make_config: Callable[..., Config]
+) -> None:
+    assert judge(make_config(), None, text)[-1].value == cause
 
 
 def test_the_last_sentence_counts_and_promises_nothing_with_a_fault(make_config: Callable[..., Config]) -> None:
@@ -149,12 +155,15 @@ def test_the_last_sentence_counts_and_promises_nothing_with_a_fault(make_config:
 
 
 def test_the_examined_run_differs_only_in_how_long_it_is_and_where(make_config: Callable[..., Config]) -> None:
-    config = make_config(rollout={"workers": 3}, sync={"max_staleness": 2}, evaluation={"samples": 4})
+    config = make_config(
+        clip={"calibration": "none"}, rollout={"workers": 3}, sync={"max_staleness": 2}, evaluation={"samples": 4}
+    )
     examined = examined_config(config, "elsewhere")
     before, after = config.model_dump(), examined.model_dump()
     changed = {(s, k): after[s][k] for s, keys in before.items() for k, value in keys.items() if after[s][k] != value}
     assert changed == {
         ("run", "directory"): "elsewhere",
+        ("clip", "calibration"): "measured",
         ("rollout", "workers"): 1,
         ("learner", "steps"): 2,
         ("sync", "max_staleness"): 0,

@@ -99,8 +99,10 @@ def test_the_end_token_is_the_only_change_to_the_copy(model: Path, tmp_path: Pat
     assert (copy / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def made_up(results: Results, spread: float) -> list[Scores]:
-    """Finished runs of the whole plan with gaussian mismatch, larger in bfloat16."""
+def made_up(results: Results, spread: float, offset: float = 0.0) -> list[Scores]:
+    """Finished runs of the whole plan with gaussian mismatch, larger in bfloat16; `offset`: of all tokens of a
+    sequence together.
+    """
     all_samples, all_scores = plan(short=False)
     rng = np.random.default_rng(0)
     cost = {"wall_s": 2.0, "cpu_s": 1.0, "num_tokens": 512 * 8}
@@ -110,7 +112,8 @@ def made_up(results: Results, spread: float) -> list[Scores]:
         results.write(samples.arm, samples.settings, pa.table(columns), cost)
     for scores in all_scores:
         sigma = spread if scores.samples.precision == "bfloat16" else 1e-6
-        values = [x + rng.normal(-(sigma**2) / 2, sigma, 512).astype(np.float32) for x in logprobs]
+        means = rng.choice([-offset, offset], len(logprobs)) - sigma**2 / 2
+        values = [x + rng.normal(m, sigma, 512).astype(np.float32) for x, m in zip(logprobs, means, strict=True)]
         results.write(scores.arm, scores.settings, pa.table({"learner_logprobs": values}), cost)
     return all_scores
 
@@ -121,11 +124,17 @@ def test_the_document_says_what_the_tables_show(tmp_path: Path, capsys: pytest.C
     assert report(all_scores, results, tmp_path / "docs", num_draws=50) in (0, 1)
     text = (tmp_path / "docs" / "study_mismatch.md").read_text()
     assert not re.search(r"\{\w+\}", text)
-    assert "spread 0.060 instead of 0.060" in text
+    assert re.search(r"spread 0\.0(59|60|61) instead of\s+0\.0(59|60|61)", text)
     assert (tmp_path / "docs" / "study_mismatch.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert printed.count("meets 1-5 %") == 4 * 6 * 2  # cells, lengths from 16, signs
     assert "tiny MoE, float32 | 0.6" in text
+
+
+def test_the_report_fails_where_noise_does_not_average_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results("mismatch", 1, tmp_path / "runs")
+    assert report(made_up(results, 0.06, offset=0.03), results, None, num_draws=50) == 1
+    assert re.search(r"^FAIL .* 512 tokens +clipped share", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_nothing_is_reported_without_all_runs(tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ import pytest
 from study_range import arms_of, main, part, part_of
 from study_range_cases import DEMO_CASES, MOE_CASES, NOISE, SHORT_CASES, Case
 from study_range_report import document, load, parts_of
-from study_range_tables import Cell, clipped_table, compare, learning_table, minutes, table, variance_table
+from study_range_tables import (
+    Cell,
+    clipped_table,
+    compare,
+    comparison_table,
+    learning_table,
+    minutes,
+    table,
+    variance_table,
+)
 from study_results import Results
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
@@ -191,6 +200,13 @@ def test_held_out_rates_have_no_column_where_nothing_is_held_out() -> None:
 def test_nothing_is_ranked_where_seeds_overlap(one: Any, other: Any, verdict: str) -> None:
     first, second = cell("one", *([r] for r in one)), cell("other", *([r] for r in other))
     assert compare(first, second).verdict == verdict
+
+
+def test_differences_are_between_runs_of_one_seed() -> None:
+    comparison = compare(cell("one", [0.4], [0.7], [0.6]), cell("other", [0.5], [0.6]))
+    assert comparison.by_seed == pytest.approx((-0.1, 0.1))
+    line = cells_of(comparison_table([comparison]).splitlines()[2])
+    assert line == ["one", "other", "+0.017", "-0.100, +0.100", "overlap"]
 
 
 def test_a_table_is_markdown() -> None:
