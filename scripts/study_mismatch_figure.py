@@ -8,7 +8,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from study_mismatch_analysis import PAPER
+from study_mismatch_analysis import LENGTHS, PAPER
 from study_mismatch_tables import Cell
 
 _SHOWN = {"float32": "C0", "float16": "C2", "bfloat16": "C3", "bfloat16-float32-head": "C1"}
@@ -30,9 +30,13 @@ def draw(cells: Sequence[Cell], out: Path) -> None:
         xscale="log", yscale="log", xlabel="tokens", ylabel="|log s|, nats a token", title="Noise before any update"
     )
     tokens.set(yscale="log", xlabel="probability of the token", ylabel="spread of d, nats", title="Single tokens")
-    for axis in (noise, clipped, tokens):
+    noise.set_ylim(3e-9, 0.3)
+    for axis in (noise, clipped):
+        axis.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+        axis.minorticks_off()
+    for axis, place, columns in ((noise, "lower left", 2), (clipped, "upper left", 1), (tokens, "lower left", 1)):
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="x-small", loc=place, ncols=columns, handlelength=3)
     figure.savefig(out, dpi=110)
 
 

@@ -13,6 +13,7 @@ from study_mismatch_tables import (
     lengths_table,
     percent,
     probability_table,
+    sureness_table,
     table,
     tokens_table,
 )
@@ -22,6 +23,9 @@ from study_results import Results
 # The acceptance is about these modes, from this length on.
 JUDGED = ("bfloat16", "bfloat16-float32-head")
 FROM_LENGTH = 16
+# Of longer windows there are too few to tell single percents.
+TOLD_LENGTH = 64
+THIRDS = {"surest": 0, "least_sure": 2}
 SIGNS = ("good", "bad")
 OUTCOMES = {"passed": "pass", "failed": "FAIL", "open": "open"}
 
@@ -55,26 +59,30 @@ def report(all_scores: Sequence[Scores], results: Results, folder: Path | None, 
 def document(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, Verdict]]) -> str:
     """The whole text of docs/study_mismatch.md."""
     bins_of = [c for c in cells if c.name in ("float32", "bfloat16") and c.temperature == 1]
+    rounded = [c for c in cells if c.scores.samples.precision != "float32"]
+    exact = [f for c in cells if c not in rounded for f in c.by_length]
     tables = {
         "tokens": tokens_table(cells),
         "probability": probability_table(bins_of),
         "log_s": lengths_table(cells, {"median": _scaled(0), "99 %": _scaled(2), "largest": _scaled(3)}),
         "independence_table": lengths_table(cells, {"": lambda f: f"{f.independence:.2f}"}),
         "fixed": lengths_table(
-            cells, {"A > 0": lambda f: percent(f.fixed.good), "A < 0": lambda f: percent(f.fixed.bad)}
+            rounded, {"A > 0": lambda f: percent(f.fixed.good), "A < 0": lambda f: percent(f.fixed.bad)}
         ),
         "calibrated": lengths_table(
-            cells, {"A > 0": lambda f: percent(f.calibrated.good), "A < 0": lambda f: percent(f.calibrated.bad)}
+            rounded, {"A > 0": lambda f: percent(f.calibrated.good), "A < 0": lambda f: percent(f.calibrated.bad)}
         ),
-        "half_width": lengths_table(cells, {"": lambda f: f"{f.half_width:.1e}"}),
+        "half_width": lengths_table(rounded, {"": lambda f: f"{f.half_width:.1e}"}),
         "shifted": lengths_table(
             _judged(cells),
             {"up, A > 0": lambda f: f"{f.shifted_good:.1%}", "down, A < 0": lambda f: f"{f.shifted_bad:.1%}"},
         ),
+        "sureness": sureness_table([c for c in cells if c.name == "bfloat16"]),
         "acceptance": acceptance_table(lines),
         "cost": cost_table(cells),
     }
-    return TEXT.format(**tables, **_figures(cells, lines))
+    largest = f"{max(f.quantiles[-1] for f in exact):.0e}"
+    return TEXT.format(**tables, largest_exact=largest, **_figures(cells, lines))
 
 
 def _figures(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, Verdict]]) -> dict[str, str]:
@@ -83,6 +91,9 @@ def _figures(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, V
     float32, float16, bfloat16 = (by_name[name] for name in ("float32", "float16", "bfloat16"))
     head, other = by_name["bfloat16-float32-head"], by_name["bfloat16 engine, float32 learner"]
     lengths = {f.length: f for f in bfloat16.by_length}
+    cold = next(cell for cell in cells if cell.name == "bfloat16" and cell.temperature < 1)
+    clipped = [f.calibrated for c in _judged(cells) for f in c.by_length if FROM_LENGTH <= f.length <= TOLD_LENGTH]
+    shares = [share.value for both in clipped for share in (both.good, both.bad)]
     outcomes = [verdict.outcome for _, _, verdict in lines]
     ratios = [f.independence for f in bfloat16.by_length]
     completions = [n for c in cells if c.name == "bfloat16" for n in map(len, arrays(c.sampled, "completion_ids"))]
@@ -94,16 +105,26 @@ def _figures(cells: Sequence[Cell], lines: Sequence[tuple[Cell, LengthFigures, V
         "f32_abs": f"{float32.tokens.mean_abs:.1e}",
         "moe_abs": f"{by_name['tiny MoE, float32'].tokens.mean_abs:.1e}",
         "bf16_abs": f"{bfloat16.tokens.mean_abs:.1e}",
-        **{f"fixed_{sign}_{n}": f"{getattr(lengths[n].fixed, sign).value:.0%}" for sign in SIGNS for n in (16, 512)},
+        **{
+            f"fixed_{sign}_{n}": f"{100 * getattr(lengths[n].fixed, sign).value:.0f} %"
+            for sign in SIGNS
+            for n in (16, 512)
+        },
         **{f"width_{n}": f"{lengths[n].half_width:.1e}" for n in (16, 512)},
         "num_lines": f"{len(outcomes)}",
         **{f"num_{name}": f"{outcomes.count(o)}" for name, o in OUTCOMES.items()},
-        "least_shifted": f"{min(min(f.shifted_good, f.shifted_bad) for _, f, _ in lines):.1%}",
+        **{
+            f"{sure}_{kind}": f"{100 * getattr(cold.sureness[0], kind)[third]:.0f} %"
+            for sure, third in THIRDS.items()
+            for kind in ("uniform", "by_token")
+        },
+        "calibrated_range": f"{100 * min(shares):.1f} to {100 * max(shares):.1f} %",
+        "least_shifted": f"{100 * min(min(f.shifted_good, f.shifted_bad) for _, f, _ in lines):.1f} %",
         "independence": f"{min(ratios):.2f} to {max(ratios):.2f}",
         "bf16_spread": f"{bfloat16.tokens.measured.spread:.3f}",
         "head_spread": f"{head.tokens.measured.spread:.3f}",
         "other_spread": f"{other.tokens.measured.spread:.3f}",
-        "head_cost": f"{1 - _scored_per_cpu_s(head) / _scored_per_cpu_s(bfloat16):.0%}",
+        "head_cost": f"{100 - 100 * _scored_per_cpu_s(head) / _scored_per_cpu_s(bfloat16):.0f} %",
         "f16_factor": f"{bfloat16.tokens.measured.spread / float16.tokens.measured.spread:.0f}",
         "num_long": f"{sum(n == MAX_TOKENS for n in completions)}",
         "num_bf16": f"{len(completions)}",

@@ -17,7 +17,10 @@ from study_mismatch_analysis import (
     token_figures,
 )
 from study_mismatch_runs import SMOLLM2, Scores, arrays
+from study_mismatch_sureness import Sureness, by_sureness
 from study_results import Results, Run
+
+SURENESS_LENGTHS = (16, 64)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Cell:
     tokens: TokenFigures
     by_length: list[LengthFigures]
     bins: list[Bin]
+    sureness: list[Sureness]
 
     @property
     def name(self) -> str:
@@ -66,6 +70,7 @@ def analyze(scores: Scores, results: Results, num_draws: int) -> Cell:
         token_figures(differences),
         [figures for figures in lengths if figures],
         by_probability(differences, engine),
+        [by_sureness(differences, engine, length, fit) for length in SURENESS_LENGTHS],
     )
 
 
@@ -117,6 +122,24 @@ def probability_table(cells: Sequence[Cell]) -> str:
         )
         for cell in cells
         for b in cell.bins
+    ]
+    return table(header, rows)
+
+
+def sureness_table(cells: Sequence[Cell]) -> str:
+    header = ("mode", "T", "tokens", "windows", "range", "surest third", "middle third", "least sure third")
+    rows = [
+        (
+            cell.name,
+            f"{cell.temperature}",
+            f"{s.length}",
+            f"{s.num_windows}",
+            name,
+            *(f"{100 * value:.1f}" for value in shares),
+        )
+        for cell in cells
+        for s in cell.sureness
+        for name, shares in (("calibrated", s.uniform), ("by token", s.by_token))
     ]
     return table(header, rows)
 

@@ -19,8 +19,8 @@ make models
 .venv/bin/python scripts/study_mismatch.py --report-only    # the tables alone, from scripts/studies/mismatch
 ```
 
-and each table below by the second command. The first took {engine_min} CPU minutes of the engine, {learner_min} of the
-learner, side by side.
+and each table below by the second command. The first took {engine_min} CPU minutes of the engine and
+{learner_min} of the learner, side by side.
 
 ![Noise before any update, what is clipped, and where the noise comes from](study_mismatch.png)
 
@@ -34,16 +34,19 @@ learner, side by side.
   shrinks with sqrt(T), its bias, minus the KL of the two, does not; so bad samples lose their gradient more and more
   often than good ones.
 - **The calibrated range does what it is for.** {num_passed} of {num_lines} lines of the acceptance pass, {num_failed}
-  fail, {num_open} are open because too few windows of that length tell. At unchanged weights it clips about 2.5 % of
-  either sign at every length, and of samples whose policy really moved by three half-widths of the range it clips at
-  least {least_shifted}.
+  fail, {num_open} are open because too few windows of that length tell. At unchanged weights it clips
+  {calibrated_range} of either sign (bfloat16, 16 to 64 tokens, both temperatures; 2.5 % is meant), and of samples whose
+  policy really moved by three half-widths of the range it clips at least {least_shifted}.
 - **What it cannot do:** see a move smaller than the noise. The half-width is {width_16} a token at 16 tokens and
   {width_512} at 512, whatever the configured range.
 - **Errors of tokens are nearly independent**, so dividing by sqrt(T) is right: the deviation of log s over windows,
   times sqrt(T), is {independence} of the spread of tokens (bfloat16, temperature 1, 9 to 512 tokens).
-- **They are not equally large.** A token of probability over 0.99 has a hundredth of the spread of an improbable one
-  (noise in the logits moves a sure token by the probability that is left). A completion of mostly sure tokens gets a
-  wider range than it needs. Averaged over completions, this does not show in the clipped shares.
+- **They are not equally large.** A token of probability over 0.99 has a hundredth of the spread of an improbable one:
+  noise in the logits moves a sure token only by the probability that is left. So the range, right on average, is too
+  wide for completions of sure tokens and too narrow for the others. At temperature 1 that hardly shows. At 0.6, where
+  half of all tokens are sure, it clips (either sign, 16 tokens; 5 % is meant) {surest_uniform} of the surest third of
+  windows and {least_sure_uniform} of the least sure one. A range that takes the spread of each token as
+  c min(1, 1.4 (1 - p)) would clip {surest_by_token} and {least_sure_by_token}; the learner does not do that yet.
 - **Logits in float32 help a little** (`bfloat16-float32-head`): spread {head_spread} instead of {bf16_spread}, close
   to the {other_spread} of a learner wholly in float32. What is left is the engine's own rounding. The cost is
   {head_cost} of the learner's scoring speed.
@@ -78,7 +81,8 @@ independent:
 
 Percent of windows that would be clipped if their A were positive, and if it were negative, with 95 % intervals: a
 bootstrap that draws whole sequences, because windows of one sequence depend on each other. Where nothing is clipped,
-the upper end is that of so many independent sequences. First the paper's range, 3e-4/4e-4:
+the upper end is that of so many independent sequences. In float32 neither range clips anything: the largest |log s| of
+any window is {largest_exact}. First the paper's range, 3e-4/4e-4:
 
 {fixed}
 
@@ -95,6 +99,11 @@ Share clipped after a planted shift of the policy by three half-widths, of the s
 
 {shifted}
 
+By how sure the tokens of a window are: percent clipped on either side, 5 being meant, by the calibrated range and by
+one that takes the spread of a token of probability p as c min(1, 1.4 (1 - p)), with c from the same measurement:
+
+{sureness}
+
 ## Acceptance
 
 Set before the study was run, for bfloat16 from 16 tokens on, for each sign: the interval of the clipped share meets 1
@@ -105,8 +114,9 @@ windows. "open": the counts are uneven, but the interval of their ratio holds ra
 
 ## Cost
 
-Tokens a second on one core each, while both sides and others used this machine; a CPU second does not count the others.
-The learner's are of scoring alone, without a backward pass.
+Tokens a second while both sides and others used this machine, and tokens a CPU second, which does not count the others
+(the engine's are those of all its processes; some of them only wait, busily). The learner's are of scoring alone,
+without a backward pass.
 
 {cost}
 

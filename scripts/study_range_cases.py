@@ -62,6 +62,7 @@ class Case:
             f"clip.sizing={sizing}",
             f"clip.calibration={self.calibration}",
             f"sync.max_staleness={int(is_demo)}",
+            "sync.probe_sequences=4",
             f"evaluation.samples={int(not is_demo)}",
         ]
         if self.noise:

@@ -21,6 +21,8 @@ from study_mismatch_analysis import (
     verdicts,
     windows,
 )
+from study_mismatch_sureness import by_sureness
+from study_noise import confidence_factor
 
 SPREAD = 0.06
 
@@ -138,6 +140,20 @@ def test_the_spread_by_probability() -> None:
     assert bins[0].spread == pytest.approx(0.1, rel=0.1)
     assert bins[1].spread == pytest.approx(0.01, rel=0.1)
     assert bins[0].variance_share == pytest.approx(0.99, abs=0.01)
+
+
+def test_a_range_by_token_is_fair_to_sure_and_unsure_sequences() -> None:
+    """Half of the sequences are of sure tokens, with little noise; the noise follows the factor exactly."""
+    rng = np.random.default_rng(0)
+    probabilities = [rng.uniform(*((0.9, 0.99) if i % 2 else (0.05, 0.5)), 512) for i in range(120)]
+    engine = [np.log(p).astype(np.float32) for p in probabilities]
+    sigmas = [SPREAD * confidence_factor(values) for values in engine]
+    differences = [rng.normal(-(sigma**2) / 2, sigma) for sigma in sigmas]
+    found = by_sureness(differences, engine, 32, CrossFit(differences, num_draws=1))
+    assert found.num_windows == 120 * 16
+    assert found.uniform[0] == 0.0
+    assert found.uniform[2] > 0.12
+    assert all(0.01 < share < 0.08 for share in found.by_token)  # the configured range itself adds to the small noise
 
 
 def figures_with(good: Sequence[float], bad: Sequence[float], ratio: Sequence[float], shifted: float) -> LengthFigures:
