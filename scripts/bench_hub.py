@@ -31,8 +31,8 @@ from shared.cluster import private_cluster
 from shared.config import Config, EvaluationConfig, LearnerConfig, ModelConfig, RolloutConfig, RunConfig, SyncConfig
 from shared.ledger_rows import GroupRow, StepRow
 from shared.records import (
-    Group,
     ClipRange,
+    Group,
     GroupId,
     Identity,
     Manifest,

@@ -307,7 +307,7 @@ def attempts(config: Config) -> int:
     generator = GroupGenerator(config, Engine(), None, None, None)
     prompt = prompt_source(config).training_prompt(GroupId(0))
     with pytest.raises(RolloutRejected):
-        asyncio.run(generator._sample(Ticket(GroupId(0)), 0, prompt, 0))
+        asyncio.run(generator._sample(Ticket(GroupId(0)), 0, prompt))
     assert len({request.seed for request in asked}) == len(asked)
     return len(asked)
 
