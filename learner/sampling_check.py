@@ -22,8 +22,10 @@ from shared.records import Calibration, ClipRange, Group, Mismatch, SamplingRepo
 # A constant error of the log-probabilities shows at 3 standard errors of their mean. Chance alone gives one start of
 # a few hundred such a mean, so a run is refused at 5 and told about at 3.
 SHOWS_AT, REFUSED_AT = 3.0, 5.0
-# Float32 itself rounds: this share of the limit is no fault however many tokens there are.
-ROUNDING = 0.1
+# Float32 itself rounds: so much of a mean is no fault however many tokens there are, nats.
+ROUNDING = 1e-5
+# A limit above this many nats a token says that the two sides need not agree at all.
+UNCHECKED = 1.0
 
 
 @torch.no_grad()
@@ -82,7 +84,7 @@ def _report(
         num_sequences=len(scored),
         mismatch=mismatch,
         max_abs=max_abs,
-        smallest_shift=max(SHOWS_AT * standard_error(mismatch), ROUNDING * config.max_mismatch),
+        smallest_shift=max(SHOWS_AT * standard_error(mismatch), ROUNDING),
         fixed_clip=clip_fractions(ClipRange(config.clip.low, config.clip.high), scored),
         calibrated_clip=clip_fractions(clip_range(config.clip, known), scored),
         fault=_fault(worker_id, version, mismatch, config),
@@ -97,10 +99,10 @@ def _fault(worker_id: str, version: int, mismatch: Mismatch, config: Config) -> 
     """
     limit, bias = config.max_mismatch, mismatch.mean + mismatch.k3
     figures = f"mean {mismatch.mean:.2e}, spread {mismatch.spread:.2e} nats on {mismatch.num_tokens:.0f} tokens"
-    allowed = max(REFUSED_AT * standard_error(mismatch), ROUNDING * limit)
+    allowed = max(REFUSED_AT * standard_error(mismatch), ROUNDING)
     if mismatch.rms > limit:
         what = f"the root mean square {mismatch.rms:.2e} is more than the {limit:.2e} that sync.max_mismatch allows"
-    elif abs(bias) > allowed:
+    elif abs(bias) > allowed and limit <= UNCHECKED:
         what = f"the mean should be {-mismatch.k3:.2e} within {allowed:.1e}: tokens were drawn with other probabilities"
     else:
         return ""

@@ -204,7 +204,8 @@ class SyncConfig(Section):
     """Weights on their way back. `max_staleness` = 0 is the synchronous loop.
 
     A version is served only if engine and learner agree on a probe of `probe_sequences` sequences: `max_mismatch` is
-    the largest root mean square of the difference in nats a token; None takes that of `model.precision`.
+    the largest root mean square of the difference in nats a token; None takes that of `model.precision`, and more than
+    1 says that the two need not agree.
     """
 
     max_staleness: NonNegative = 1
