@@ -102,7 +102,7 @@ def learning_table(cells: Sequence[Cell], last: int = LAST) -> str:
             with_spread(cell.at_step("held_out_after", -1)),
             plain(cell.over_steps("step_s"), ".2f"),
             plain(cell.over_steps("train_s"), ".2f"),
-            plain(cell.over_steps("anchor_s"), ".2f"),
+            with_share(cell.over_steps("anchor_s"), cell.over_steps("train_s"), ".2f"),
         )
         for cell in cells
     ]
@@ -147,7 +147,7 @@ def variance_table(cells: Sequence[Cell]) -> str:
                 plain(cell.over_steps("measured_spread"), ".2g"),
                 plain(cell.over_steps("mismatch_spread"), ".2g"),
                 plain(total, ".1e"),
-                *(f"{plain(part, '.1e')} ({share(part, total)})" if part else "-" for part in parts),
+                *(with_share(part, total, ".1e") for part in parts),
                 " / ".join(plain(f, ".1e") for f in cell.by_minibatch("log_ratio_rms_by_minibatch")),
             )
         )
@@ -195,8 +195,11 @@ def plain(figure: Figure | None, form: str) -> str:
     return "-" if figure is None else format(figure.mean, form)
 
 
-def share(part: Figure | None, total: Figure | None) -> str:
-    return "-" if part is None or total is None or not total.mean else f"{part.mean / total.mean:.0%}"
+def with_share(part: Figure | None, whole: Figure | None, form: str) -> str:
+    """A part and what share of the whole it is."""
+    if part is None or whole is None or not part.mean:
+        return "-"
+    return f"{plain(part, form)} ({part.mean / whole.mean:.0%})"
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

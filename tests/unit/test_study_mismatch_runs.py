@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from fake_engine import FakeEngine
 from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
 
 from study_mismatch import plan
 from study_mismatch_report import report
@@ -84,11 +86,20 @@ def test_a_missing_scoring_run_needs_no_engine(study: Study) -> None:
     assert study.files() == files
 
 
-def test_both_temperatures_score_as_they_sampled(study: Study) -> None:
+def test_a_sample_is_scored_at_the_temperature_it_was_drawn_at(study: Study, model: Path) -> None:
     study.run()
-    runs = [study.results.find(s.arm, s.settings) for s in study.scores if s.precision == "float32"]
-    means = [float(np.concatenate(arrays(run, "learner_logprobs")).mean()) for run in runs if run]
-    assert means[0] != means[1]
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for scores in study.scores:
+        if scores.precision != "float32":
+            continue
+        sampled = study.results.find(scores.samples.arm, scores.samples.settings)
+        scored = study.results.find(scores.arm, scores.settings)
+        assert sampled is not None and scored is not None
+        prompt, completion = (arrays(sampled, name)[0] for name in ("prompt_ids", "completion_ids"))
+        with torch.no_grad():
+            logits = reference(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / scores.samples.temperature).log_softmax(-1)[range(len(completion)), completion.tolist()]
+        np.testing.assert_allclose(arrays(scored, "learner_logprobs")[0], expected, atol=1e-4)
 
 
 def test_the_end_token_is_the_only_change_to_the_copy(model: Path, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_the_tables_show_what_the_rows_hold() -> None:
     cells = [cell("wide, fixed", [0.2, 0.4], [0.4, 0.6])]
     learned = cells_of(learning_table(cells, last=1).splitlines()[2])
     assert learned == [
-        "wide, fixed", "0.500 ± 0.141", "0.400, 0.600", "0.250 ± 0.000", "0.750 ± 0.000", "3.00", "2.00", "0.50"
+        "wide, fixed", "0.500 ± 0.141", "0.400, 0.600", "0.250 ± 0.000", "0.750 ± 0.000", "3.00", "2.00", "0.50 (25%)"
     ]  # fmt: skip
     clipped = cells_of(clipped_table(cells).splitlines()[2])
     assert clipped == [

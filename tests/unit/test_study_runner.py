@@ -67,6 +67,13 @@ def test_the_synchronous_loop_trains_what_the_present_weights_sampled(model: Pat
     assert rows[1]["probe_k3"] is not None
 
 
+def test_what_a_step_measures_counts_from_the_next_one(model: Path) -> None:
+    config = config_for(model, sync={"max_staleness": 0, "max_mismatch": 1e6, "probe_sequences": 0})
+    rows = asyncio.run(all_rows(FakeEngine(), config))
+    assert len({row["mismatch_k3"] for row in rows}) == 3
+    assert [row["probe_k3"] for row in rows] == [None] * 3
+
+
 def test_a_step_behind_every_step_but_the_first_trains_the_version_before(model: Path) -> None:
     rows = asyncio.run(all_rows(FakeEngine(), config_for(model, max_staleness=1)))
     assert [(row["staleness_mean"], row["staleness_max"]) for row in rows] == [(0.0, 0), (1.0, 1), (1.0, 1)]
