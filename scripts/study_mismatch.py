@@ -1,8 +1,8 @@
 """Engine against learner at equal weights: how far they are apart, and what the clip range makes of it.
 
-python scripts/study_mismatch.py                  # runs what is missing (20 minutes on two idle cores), then reports
+python scripts/study_mismatch.py                  # makes what is missing (20 CPU minutes, 4 engine starts), reports
 python scripts/study_mismatch.py --report-only    # reads scripts/studies/mismatch, writes docs/study_mismatch.*
-python scripts/study_mismatch.py --short          # a minute, a few sequences, writes nothing
+python scripts/study_mismatch.py --short          # a few sequences of two models, writes nothing
 
 No weights are ever updated: sequences are sampled by vLLM and scored by the learner under the model's own weights, in
 every precision mode. The models come from `make models`.
@@ -74,7 +74,7 @@ def make_runs(all_samples: Sequence[Samples], all_scores: Sequence[Scores], resu
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--short", action="store_true", help="a minute's form of it, which writes nothing")
+    parser.add_argument("--short", action="store_true", help="a few sequences; writes nothing")
     parser.add_argument("--report-only", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
     all_samples, all_scores = plan(options.short)

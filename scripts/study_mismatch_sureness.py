@@ -17,6 +17,7 @@ from study_mismatch_analysis import PAPER, CrossFit, Float64Array, Z, windows
 from study_noise import confidence_factor
 
 Shares = tuple[float, float, float]
+MIN_WINDOWS = 12
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Sureness:
 
 def by_sureness(
     differences: Sequence[Float64Array], engine_logprobs: Sequence[npt.NDArray[np.float32]], length: int, fit: CrossFit
-) -> Sureness:
-    """Both ranges are calibrated on the half of the sequences that a window is not in."""
+) -> Sureness | None:
+    """Both ranges are calibrated on the half of the sequences that a window is not in. None with too few windows."""
     factors = [confidence_factor(values) ** 2 for values in engine_logprobs]
     log_s_W, owner_W = windows(differences, length)
+    if len(log_s_W) < MIN_WINDOWS:
+        return None
     factor_W, _ = windows(factors, length)
     half_W = fit.halves[owner_W]
     variance_H = np.array([clip.spread**2 for clip in fit.ranges[0]])

@@ -63,6 +63,7 @@ def analyze(scores: Scores, results: Results, num_draws: int) -> Cell:
     differences = [ours.astype(np.float64) - theirs for ours, theirs in zip(learner, engine, strict=True)]
     fit = CrossFit(differences, num_draws)
     lengths = [length_figures(differences, length, fit) for length in LENGTHS]
+    sureness = [by_sureness(differences, engine, length, fit) for length in SURENESS_LENGTHS]
     return Cell(
         scores,
         sampled,
@@ -70,7 +71,7 @@ def analyze(scores: Scores, results: Results, num_draws: int) -> Cell:
         token_figures(differences),
         [figures for figures in lengths if figures],
         by_probability(differences, engine),
-        [by_sureness(differences, engine, length, fit) for length in SURENESS_LENGTHS],
+        [shares for shares in sureness if shares],
     )
 
 

@@ -4,6 +4,7 @@ A figure of a case is a mean over its seeds of a mean over steps; its spread is 
 value does not exist (no sequence of that sign, say) are left out; a value that never exists is shown as "-".
 """
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,15 @@ class Cell:
         """The value of one step for each seed that has it."""
         values = tuple(float(rows[index][key]) for rows in self.runs if rows[index][key] is not None)
         return Figure(values) if values else None
+
+    def chance(self, last: int) -> float:
+        """Standard error of one seed's reward in the last steps, from sampling alone, of rewards that are 0 or 1."""
+        errors = []
+        for rows in self.runs:
+            scored = [row for row in rows[-last:] if row["reward_mean"] is not None]
+            variances = [row["num_rollouts"] * row["reward_mean"] * (1 - row["reward_mean"]) for row in scored]
+            errors.append(math.sqrt(sum(variances)) / max(1, sum(row["num_rollouts"] for row in scored)))
+        return statistics.fmean(errors)
 
     def by_minibatch(self, key: str) -> list[Figure | None]:
         """`over_steps` of each entry of a list by mini-batch."""
@@ -98,6 +108,7 @@ def learning_table(cells: Sequence[Cell], last: int = LAST) -> str:
             cell.label,
             with_spread(cell.over_steps("reward_mean", last)),
             seeds_of(cell.over_steps("reward_mean", last)),
+            f"{cell.chance(last):.3f}",
             with_spread(cell.at_step("held_out_before", 0)),
             with_spread(cell.at_step("held_out_after", -1)),
             plain(cell.over_steps("step_s"), ".2f"),
@@ -107,8 +118,8 @@ def learning_table(cells: Sequence[Cell], last: int = LAST) -> str:
         for cell in cells
     ]
     header = (
-        "case", f"reward, last {last} steps", "each seed", "held out, before", "held out, after", "s a step",
-        "of it training", "of it recomputing",
+        "case", f"reward, last {last} steps", "each seed", "of it chance", "held out, before", "held out, after",
+        "s a step", "of it training", "of it recomputing",
     )  # fmt: skip
     return table(_without_empty_columns(header, rows))
 

@@ -150,7 +150,7 @@ def test_a_range_by_token_is_fair_to_sure_and_unsure_sequences() -> None:
     sigmas = [SPREAD * confidence_factor(values) for values in engine]
     differences = [rng.normal(-(sigma**2) / 2, sigma) for sigma in sigmas]
     found = by_sureness(differences, engine, 32, CrossFit(differences, num_draws=1))
-    assert found.num_windows == 120 * 16
+    assert found is not None and found.num_windows == 120 * 16
     assert found.uniform[0] == 0.0
     assert found.uniform[2] > 0.12
     assert all(0.01 < share < 0.08 for share in found.by_token)  # the configured range itself adds to the small noise

@@ -110,21 +110,22 @@ def test_the_end_token_is_the_only_change_to_the_copy(model: Path, tmp_path: Pat
     assert (copy / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def made_up(results: Results, spread: float, offset: float = 0.0) -> list[Scores]:
+def made_up(results: Results, spread: float, offset: float = 0.0, short: bool = False) -> list[Scores]:
     """Finished runs of the whole plan with gaussian mismatch, larger in bfloat16; `offset`: of all tokens of a
     sequence together.
     """
-    all_samples, all_scores = plan(short=False)
+    all_samples, all_scores = plan(short)
     rng = np.random.default_rng(0)
     cost = {"wall_s": 2.0, "cpu_s": 1.0, "num_tokens": 512 * 8}
-    logprobs = [rng.uniform(-5, 0, 512).astype(np.float32) for _ in range(8)]
+    length = all_samples[0].max_tokens
+    logprobs = [rng.uniform(-5, 0, length).astype(np.float32) for _ in range(8)]
     for samples in all_samples:
         columns = {"completion_ids": logprobs, "engine_logprobs": logprobs}
         results.write(samples.arm, samples.settings, pa.table(columns), cost)
     for scores in all_scores:
         sigma = spread if scores.samples.precision == "bfloat16" else 1e-6
         means = rng.choice([-offset, offset], len(logprobs)) - sigma**2 / 2
-        values = [x + rng.normal(m, sigma, 512).astype(np.float32) for x, m in zip(logprobs, means, strict=True)]
+        values = [x + rng.normal(m, sigma, length).astype(np.float32) for x, m in zip(logprobs, means, strict=True)]
         results.write(scores.arm, scores.settings, pa.table({"learner_logprobs": values}), cost)
     return all_scores
 
@@ -146,6 +147,12 @@ def test_the_report_fails_where_noise_does_not_average_out(tmp_path: Path, capsy
     results = Results("mismatch", 1, tmp_path / "runs")
     assert report(made_up(results, 0.06, offset=0.03), results, None, num_draws=50) == 1
     assert re.search(r"^FAIL .* 512 tokens +clipped share", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_short_form_has_its_figures_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results("mismatch", 1, tmp_path / "runs")
+    assert report(made_up(results, 0.06, short=True), results, None, num_draws=20) in (0, 1)
+    assert "32 tokens" in capsys.readouterr().out
 
 
 def test_nothing_is_reported_without_all_runs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -34,6 +35,7 @@ def row(step: int, **values: Any) -> dict[str, Any]:
     return {
         "step": step,
         "reward_mean": 0.5,
+        "num_rollouts": 64,
         "held_out_before": None if step else 0.25,
         "held_out_after": 0.75,
         "step_s": 3.0,
@@ -168,7 +170,8 @@ def test_the_tables_show_what_the_rows_hold() -> None:
     cells = [cell("wide, fixed", [0.2, 0.4], [0.4, 0.6])]
     learned = cells_of(learning_table(cells, last=1).splitlines()[2])
     assert learned == [
-        "wide, fixed", "0.500 ± 0.141", "0.400, 0.600", "0.250 ± 0.000", "0.750 ± 0.000", "3.00", "2.00", "0.50 (25%)"
+        "wide, fixed", "0.500 ± 0.141", "0.400, 0.600", "0.061", "0.250 ± 0.000", "0.750 ± 0.000",
+        "3.00", "2.00", "0.50 (25%)"
     ]  # fmt: skip
     clipped = cells_of(clipped_table(cells).splitlines()[2])
     assert clipped == [
@@ -179,6 +182,12 @@ def test_the_tables_show_what_the_rows_hold() -> None:
         "wide, fixed", "0.06", "0.05", "4.0e-04", "3.0e-04 (75%)", "-", "1.0e-04 (25%)", "2.0e-02 / 5.0e-02"
     ]  # fmt: skip
     assert minutes(cells) == pytest.approx(4 * 3.0 / 60)
+
+
+def test_chance_is_that_of_so_many_rollouts() -> None:
+    rng = np.random.default_rng(0)
+    rewards = rng.binomial(64, [0.2, 0.6], size=(4000, 2)) / 64
+    assert cell("any", [0.9, 0.2, 0.6]).chance(last=2) == pytest.approx(rewards.mean(axis=1).std(), rel=0.05)
 
 
 def test_held_out_rates_have_no_column_where_nothing_is_held_out() -> None:
