@@ -49,7 +49,7 @@ def test_mismatch_and_lag_are_estimated_within_their_stated_error(dense_bf16: An
     parts = attribute(under_new, known)
     assert parts is not None
     lengths = np.array([s.rollout.num_tokens for s in under_new])
-    error = 2 * known.spread * np.sqrt(np.mean(1 / lengths) / len(lengths))
+    error = 3 * known.spread * np.sqrt(np.mean(1 / lengths) / len(lengths))
     print(
         f"mean: mismatch {parts.mean_mismatch:.4f}, really {mismatch_S.mean():.4f}; lag {parts.mean_lag:.4f}, really "
         f"{lag_S.mean():.4f} (stated error {error:.4f}); variance: mismatch {parts.variance_mismatch:.2e}, really "
@@ -58,7 +58,7 @@ def test_mismatch_and_lag_are_estimated_within_their_stated_error(dense_bf16: An
     assert abs(lag_S.mean()) + lag_S.std() > 2 * error, "the move must be large enough to be told from nothing"
     assert abs(parts.mean_mismatch - mismatch_S.mean()) <= error
     assert abs(parts.mean_lag - lag_S.mean()) <= error
-    allowed = 2 * np.sqrt(2 / len(lengths)) + 0.2
+    allowed = 3 * np.sqrt(2 / len(lengths)) + 0.2
     assert abs(parts.variance_mismatch / mismatch_S.var() - 1) <= allowed
     assert abs(parts.variance_lag - lag_S.var()) <= allowed * mismatch_S.var()
     assert measured_mismatch(under_new, VERSION + 1) is None

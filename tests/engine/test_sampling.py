@@ -58,11 +58,15 @@ def _whole(completion: Completion) -> tuple[Segment, ...]:
     return (Segment(0, 0, len(completion.token_ids), float(completion.logprobs.sum(dtype=np.float64))),)
 
 
-@pytest.fixture(params=["dense", "moe"])
-def checked(request: pytest.FixtureRequest) -> Checked:
-    served = request.getfixturevalue(request.param)
-    served.load(None)
-    return Checked(served, "float32")
+@pytest.fixture(params=["dense", "moe"], scope="module")
+def learner_and_engine(request: pytest.FixtureRequest) -> Checked:
+    return Checked(request.getfixturevalue(request.param), "float32")
+
+
+@pytest.fixture
+def checked(learner_and_engine: Checked) -> Checked:
+    learner_and_engine.served.load(None)
+    return learner_and_engine
 
 
 @pytest.fixture

@@ -74,13 +74,13 @@ def test_each_combination_is_run_with_the_same_seeds() -> None:
         assert case.anchor == "engine" or (case.range, case.calibration) == ("wide", "none")
     compared = {(c.range, c.calibration, c.anchor, bool(c.noise)) for c in MOE_CASES}
     assert len(compared) == 14
-    assert [(c.precision, c.range, len(c.seeds)) for c in DEMO_CASES[:3]] == [
-        ("float32", "paper", 1), ("float32", "middle", 1), ("float32", "wide", 1),
-    ]  # fmt: skip
-    assert [(c.precision, c.calibration, c.anchor, len(c.seeds)) for c in DEMO_CASES[3:]] == [
-        ("bfloat16", "none", "engine", 2), ("bfloat16", "measured", "engine", 2), ("bfloat16", "none", "recompute", 2),
-    ]  # fmt: skip
-    assert len({c.range for c in DEMO_CASES[3:]}) == 1
+    assert [(c.precision, c.range, c.calibration, c.anchor) for c in DEMO_CASES] == [
+        ("float32", "middle", "none", "engine"),
+        ("float32", "wide", "none", "engine"),
+        ("bfloat16", "middle", "none", "engine"),
+        ("bfloat16", "middle", "measured", "engine"),
+        ("bfloat16", "middle", "none", "recompute"),
+    ]
 
 
 def test_an_arm_sets_all_that_the_study_varies() -> None:
@@ -92,7 +92,7 @@ def test_an_arm_sets_all_that_the_study_varies() -> None:
     assert (arm.noise, arm.config.max_mismatch, arm.config.evaluation.samples) == (NOISE, 0.25, 1)
     exact = replace(case, noise=None).arm(2)
     assert (exact.noise, exact.config.max_mismatch) == (None, 1e-4)
-    demo = DEMO_CASES[-1].arm(1)
+    demo = DEMO_CASES[-1].arm(0)
     assert (demo.config.model.precision, demo.config.learner.anchor) == ("bfloat16", "recompute")
     assert (demo.config.sync.max_staleness, demo.config.evaluation.samples, demo.config.learner.steps) == (1, 0, 15)
 
@@ -100,7 +100,7 @@ def test_an_arm_sets_all_that_the_study_varies() -> None:
 def test_every_run_has_a_file_of_its_own() -> None:
     arms = arms_of(MOE_CASES) + arms_of(DEMO_CASES)
     results = Results("range", 1, Path("nowhere"))
-    assert len({arm.name for arm in arms}) == len(arms) == 51
+    assert len({arm.name for arm in arms}) == len(arms) == 47
     assert len({results.path(arm.name, arm.settings) for arm in arms}) == len(arms)
 
 
@@ -127,7 +127,8 @@ def test_parts_are_disjoint_even_and_together_everything() -> None:
 def test_seeds_come_one_after_the_other() -> None:
     arms = arms_of(MOE_CASES)
     assert [arm.config.run.seed for arm in arms] == [0] * 14 + [1] * 14 + [2] * 14
-    assert [arm.config.run.seed for arm in arms_of(DEMO_CASES)] == [0] * 6 + [1] * 3
+    uneven = [replace(MOE_CASES[0], seeds=(0, 1)), replace(MOE_CASES[1], seeds=(0,))]
+    assert [arm.config.run.seed for arm in arms_of(uneven)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "-1/2", "a/b"])
@@ -232,7 +233,7 @@ def written(cases: tuple[Case, ...], folder: Path) -> Results:
 def test_a_report_has_each_part_with_its_tables(tmp_path: Path) -> None:
     results = written(MOE_CASES + DEMO_CASES, tmp_path)
     parts = parts_of(MOE_CASES, DEMO_CASES, results)
-    assert [len(part.cells) for part in parts] == [7, 7, 3, 3]
+    assert [len(part.cells) for part in parts] == [7, 7, 2, 3]
     text = document(parts)
     assert text.count("`python scripts/study_range.py`, 2") == 4 * 4
     assert text.count("| paper, calibrated | paper, fixed |") == 2
