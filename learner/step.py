@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -142,7 +143,8 @@ def train_step(
     trainer = _Trainer(policy, optimizer, plan, config.learner, temperatures.pop(), _Clock(policy.device))
     optimizer.clear_gradients()
     if config.learner.anchor == "recompute":
-        samples_by_group = [trainer.anchored(samples) for samples in samples_by_group]
+        anchored = iter(trainer.anchored([sample for samples in samples_by_group for sample in samples]))
+        samples_by_group = [list(islice(anchored, len(samples))) for samples in samples_by_group]
     results = [
         trainer.train_minibatch([s for i in indices for s in samples_by_group[i]])
         for indices in split_minibatches(range(len(groups)), config.learner.minibatches, plan.minibatch_seed)

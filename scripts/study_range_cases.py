@@ -98,7 +98,12 @@ DEMO_CASES = (
     *[Case(DEMO, name, DEMO_SEEDS, DEMO_STEPS) for name in ("middle", "wide")],
     *[
         Case(DEMO, name, DEMO_SEEDS, DEMO_STEPS, calibration, anchor, precision="bfloat16")
-        for name in ("middle",)
-        for calibration, anchor in (("none", "engine"), ("measured", "engine"), ("none", "recompute"))
+        for name, calibration, anchor in (
+            ("middle", "none", "engine"),
+            ("middle", "measured", "engine"),
+            ("middle", "none", "recompute"),
+            ("wide", "none", "engine"),
+            ("wide", "measured", "engine"),
+        )
     ],
 )

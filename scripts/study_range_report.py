@@ -36,6 +36,7 @@ COMPARED = (
     (("middle", "measured"), ("middle", "none")),
     (("middle", "none"), ("middle", "recompute")),
     (("middle", "measured"), ("middle", "recompute")),
+    (("wide", "measured"), ("middle", "measured")),
 )
 
 
@@ -108,7 +109,7 @@ def section(part: Part) -> str:
 
 
 def document(parts: Sequence[Part]) -> str:
-    settings = f"{MOE_STEPS} steps and {len(MOE_SEEDS)} seeds (tiny MoE), {DEMO_STEPS} steps (SmolLM2)"
+    settings = f"{MOE_STEPS} steps and {len(MOE_SEEDS)} seeds (tiny MoE), {DEMO_STEPS} steps and one seed (SmolLM2)"
     head = HEAD.format(settings=settings)
     return "\n\n".join([head, READING, TABLES, *(section(part) for part in parts), LIMITS]) + "\n"
 

@@ -80,6 +80,8 @@ def test_each_combination_is_run_with_the_same_seeds() -> None:
         ("bfloat16", "middle", "none", "engine"),
         ("bfloat16", "middle", "measured", "engine"),
         ("bfloat16", "middle", "none", "recompute"),
+        ("bfloat16", "wide", "none", "engine"),
+        ("bfloat16", "wide", "measured", "engine"),
     ]
 
 
@@ -92,7 +94,7 @@ def test_an_arm_sets_all_that_the_study_varies() -> None:
     assert (arm.noise, arm.config.max_mismatch, arm.config.evaluation.samples) == (NOISE, 0.25, 1)
     exact = replace(case, noise=None).arm(2)
     assert (exact.noise, exact.config.max_mismatch) == (None, 1e-4)
-    demo = DEMO_CASES[-1].arm(0)
+    demo = next(c for c in DEMO_CASES if c.anchor == "recompute").arm(0)
     assert (demo.config.model.precision, demo.config.learner.anchor) == ("bfloat16", "recompute")
     assert (demo.config.sync.max_staleness, demo.config.evaluation.samples, demo.config.learner.steps) == (1, 0, 15)
 
@@ -100,7 +102,7 @@ def test_an_arm_sets_all_that_the_study_varies() -> None:
 def test_every_run_has_a_file_of_its_own() -> None:
     arms = arms_of(MOE_CASES) + arms_of(DEMO_CASES)
     results = Results("range", 1, Path("nowhere"))
-    assert len({arm.name for arm in arms}) == len(arms) == 47
+    assert len({arm.name for arm in arms}) == len(arms) == 49
     assert len({results.path(arm.name, arm.settings) for arm in arms}) == len(arms)
 
 
@@ -233,7 +235,7 @@ def written(cases: tuple[Case, ...], folder: Path) -> Results:
 def test_a_report_has_each_part_with_its_tables(tmp_path: Path) -> None:
     results = written(MOE_CASES + DEMO_CASES, tmp_path)
     parts = parts_of(MOE_CASES, DEMO_CASES, results)
-    assert [len(part.cells) for part in parts] == [7, 7, 2, 3]
+    assert [len(part.cells) for part in parts] == [7, 7, 2, 5]
     text = document(parts)
     assert text.count("`python scripts/study_range.py`, 2") == 4 * 4
     assert text.count("| paper, calibrated | paper, fixed |") == 2
