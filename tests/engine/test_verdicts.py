@@ -186,7 +186,7 @@ def made() -> dict[str, dict[int, Publication]]:
     return {"dense": {}, "moe": {}}
 
 
-@pytest.fixture(params=["dense", "moe"])
+@pytest.fixture(params=[pytest.param("dense", marks=pytest.mark.full), "moe"])
 def story(request: pytest.FixtureRequest, made: Any, tmp_path: Path) -> Story:
     max_tokens, head_s = {"dense": (24, 0.4), "moe": (64, 0.1)}[request.param]
     return Story(request.getfixturevalue(request.param), tmp_path, max_tokens, head_s, made[request.param])
