@@ -33,8 +33,8 @@ READING = """## What the data say
 - **The recomputed anchor costs time and beats nothing that is calibrated.** On the tiny model it is the engine's anchor
   to three digits without noise; with noise it removes the mismatch, as it should, and the reward is that of the fixed
   and of the calibrated range within the seeds. On SmolLM2 it is far better than the fixed *middle* range and no better
-  than the calibrated one. Recomputing takes 43 % of the training time on SmolLM2, some 53 % on the tiny model (one
-  forward pass for each group).
+  than the calibrated one. Recomputing takes 43 % of the training time on SmolLM2, some 53 % on the tiny model (each
+  group by itself; since then all groups are packed together, which was not measured).
 - **In float32, one step behind, the widest range learns best on SmolLM2** (one seed): 0.88 against 0.63 with *middle*,
   far beyond chance (0.03). With *middle* two thirds of the first mini-batch are clipped by staleness alone. So *wide*
   is the smallest of these ranges that learns as well as the widest, and the demo's.
