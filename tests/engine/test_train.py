@@ -39,7 +39,8 @@ def test_after_every_sync_the_engines_score_equals_the_learners(run_directory: P
     assert syncs[-1].version == 60
     assert len(syncs) > 30  # versions may be skipped, not most of them
     assert [p.version for p in probes] == [s.version for s in syncs]
-    assert min(p.num_tokens for p in probes) > 0
+    assert all(p.released for p in probes)
+    assert min(p.mismatch.num_tokens for p in probes) > 0
     assert max(p.max_abs for p in probes) < 1e-4
 
 
