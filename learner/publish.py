@@ -117,7 +117,7 @@ class Publisher:
                 self._policy, self._config, version=version, weights_version=version if changed else 0
             )
             self._references = tuple(ray.put(bucket) for bucket in buckets)
-            self._manifest = replace(manifest, probe=self._probe(groups))
+            self._manifest = replace(manifest, probe=self.probe(groups))
         self._manifest = replace(self._manifest, version=version, incarnation=self._incarnation)
         return Publication(self._manifest, self._references)
 
@@ -129,7 +129,8 @@ class Publisher:
         self._manifest = replace(self._manifest, incarnation=incarnation)
         return Publication(self._manifest, self._references)
 
-    def _probe(self, groups: Sequence[Group]) -> tuple[ProbeSequence, ...]:
+    def probe(self, groups: Sequence[Group]) -> tuple[ProbeSequence, ...]:
+        """What checks a load of the policy's present weights."""
         learner = self._config.learner
         with experts_counted(self._policy.model) as count:
             probe = make_probe(

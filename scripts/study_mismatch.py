@@ -15,11 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
-
 from study_mismatch_report import report
 from study_mismatch_runs import SMOLLM2, TINY_MOE, Samples, Scores, run_all
+from study_progress import progress_bars
 from study_results import Results
 from study_runner import vllm_engine
 
@@ -61,14 +59,7 @@ def plan(short: bool) -> tuple[list[Samples], list[Scores]]:
 
 def make_runs(all_samples: Sequence[Samples], all_scores: Sequence[Scores], results: Results) -> None:
     """Make what is missing, with a bar for each part."""
-    with Progress(console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
+    with progress_bars() as progress:
         asyncio.run(run_all(all_samples, all_scores, results, vllm_engine, progress))
 
 

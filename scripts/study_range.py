@@ -18,9 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
-
+from study_progress import progress_bars
 from study_range_cases import DEMO_CASES, MOE_CASES, SHORT_CASES, Case
 from study_range_report import write_report
 from study_results import Results
@@ -59,14 +57,7 @@ def make_runs(arms: Sequence[Arm], results: Results, one_core: int | None = None
     if one_core is not None:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[one_core % len(cores)]})  # the engine's processes inherit it
-    with Progress(console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
+    with progress_bars() as progress:
         asyncio.run(run_arms(arms, results, progress))
 
 

@@ -80,7 +80,7 @@ class Bench:
     def probe_s(self, groups: list[Group]) -> float:
         """Seconds in which the learner makes a probe."""
         start_s = time.monotonic()
-        self._publisher._probe(groups)
+        self._publisher.probe(groups)
         return time.monotonic() - start_s
 
 
@@ -109,7 +109,7 @@ async def measure(config: Config, num_syncs: int, folder: Path) -> dict[str, Any
     median = {key: statistics.median(sync[key] for sync in syncs) for key in syncs[0]}
     paused_s = median["pause_s"] + median["load_s"] + median["resume_s"]
     return {
-        "config": asdict_of(config),
+        "config": basis_of(config),
         "syncs": num_syncs,
         "median": median,
         "paused_s": paused_s,
@@ -121,7 +121,7 @@ async def measure(config: Config, num_syncs: int, folder: Path) -> dict[str, Any
     }
 
 
-def asdict_of(config: Config) -> dict[str, Any]:
+def basis_of(config: Config) -> dict[str, Any]:
     """What the figures depend on."""
     return {
         "model": config.model.path,

@@ -6,12 +6,18 @@ from shared.config import Config
 from shared.mismatch import pool
 from shared.records import ProbeReport, SamplingReport
 
-# A range that noise alone leaves more often than this, before any update, is narrower than the noise.
+# Share of the samples of one advantage sign that noise alone takes out of the range, before any update: a range that
+# loses more is narrower than the noise. A calibrated one with z = 1.96 loses some 3 %.
 NOISE_FLOOR = 0.1
 
 
 def summary(reports: Sequence[SamplingReport], config: Config) -> str:
-    """What the sampling check found and what it means for the clip range, in one line. ValueError without a report."""
+    """What the sampling check found and what it means for the clip range, in one line; its faults, if it refused.
+
+    ValueError without a report.
+    """
+    if faults := [report.fault for report in reports if report.fault]:
+        return "\n".join(faults)
     mismatch = pool([report.mismatch for report in reports])
     fixed, calibrated_ = (_mean_pairs(reports, kind) for kind in ("fixed_clip", "calibrated_clip"))
     line = (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.agreement import summary
+from shared.agreement import NOISE_FLOOR, summary
 from shared.config import Config
 from shared.examination import Examination, Memory, Rewards
 from shared.mismatch import MIN_TOKENS
@@ -17,9 +17,6 @@ from shared.records import ProbeReport, SamplingReport
 
 Verdict = Literal["ok", "warning", "fault"]
 
-# Share of the samples of one advantage sign that is clipped before any update: from here on the clip range lies below
-# the noise between engine and learner. A calibrated range with z = 1.96 clips some 3 %.
-CLIPPED_BY_NOISE = 0.1
 MANY_TRUNCATED = 0.9
 MANY_UNSCORED = 0.5
 FAR_ABOVE = 4.0  # times the mode's own sync.max_mismatch, which is itself some four times what is measured
@@ -164,7 +161,7 @@ def _clipping(report: SamplingReport, config: Config) -> Finding:
     calibrated = f"calibrated {_signs(report.calibrated_clip)}"
     if clip.calibration == "none":
         value = f"{fixed} ({calibrated}, which is off)" if report.mismatch.num_tokens >= MIN_TOKENS else fixed
-        if max(report.fixed_clip) <= CLIPPED_BY_NOISE:
+        if max(report.fixed_clip) <= NOISE_FLOOR:
             return Finding("clipped by noise", value)
         remedy = 'the range lies below the noise: set clip.calibration = "measured", or model.precision = "float32"'
         return Finding("clipped by noise", value, "warning", remedy)
@@ -173,7 +170,7 @@ def _clipping(report: SamplingReport, config: Config) -> Finding:
         remedy = "the range is not calibrated before that: raise learner.prompts_per_step or sampling.group_size"
         few = f"{report.mismatch.num_tokens:g} of step 0 are fewer than the {MIN_TOKENS} that tell a spread"
         return Finding("clipped by noise", f"{value}; {few}", "warning", remedy)
-    if max(report.calibrated_clip) <= CLIPPED_BY_NOISE:
+    if max(report.calibrated_clip) <= NOISE_FLOOR:
         return Finding("clipped by noise", value)
     return Finding("clipped by noise", value, "warning", "raise clip.z, or choose a model.precision with less noise")
 

@@ -1,14 +1,18 @@
 """Hubs for unit tests: as plain objects, on a clock that tests move."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_stories import POLL_S, Clock, MakeHub
+from hub_stories import IDENTITY, LEARNER, POLL_S, Clock, MakeHub, run
+from worker_stories import small_config
 
 from shared.config import Config
 from shared.hub import Hub
+
+MakeConfig = Callable[..., Config]
+Story = Callable[[Config, Hub], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
@@ -34,3 +38,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in ("shared.hub", "shared.hub_core"):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock
+
+
+@pytest.fixture
+def tell(make_config: MakeConfig, make_hub: MakeHub) -> Callable[..., None]:
+    """Runs a story with a config and a hub at which a learner sits."""
+
+    def tell(story: Story, **sections: dict[str, Any]) -> None:
+        config = small_config(make_config, **sections)
+        hub = make_hub(0.1, **{name: values for name, values in config.model_dump().items() if name != "model"})
+
+        async def seated() -> None:
+            await hub.sit_down(LEARNER, IDENTITY)
+            await story(config, hub)
+
+        run(seated())
+
+    return tell

@@ -112,10 +112,12 @@ def test_probabilities_that_are_not_those_sampled_with_show_within_the_limit(pol
 
 def test_each_worker_is_checked_for_itself(policy: Policy) -> None:
     groups = [*sampled(policy), *sampled(policy, worker="w1", shift=1e-3)]
-    faults = {
-        report.worker_id: bool(report.fault) for report in sampling_reports(policy, groups, config_for(policy), 0)
-    }
+    reports = sampling_reports(policy, groups, config_for(policy), 0)
+    faults = {report.worker_id: bool(report.fault) for report in reports}
     assert faults == {"w0": False, "w1": True}
+    told = summary(reports, config_for(policy))
+    assert told == reports[1].fault
+    assert "agree" not in told
 
 
 def test_the_measurement_calibrates_the_first_range_and_foretells_what_it_clips(policy: Policy) -> None:

@@ -1,7 +1,7 @@
 """Workers in trouble: weights that are gone or refused, groups that never end, a stop, a restart. Real hub and loop."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +29,6 @@ from shared.protocols import Completion, GenerateRequest, RequestsInLoad
 from shared.records import Group, GroupId, Manifest, Publication
 from shared.run_files import read_ledger, read_syncs
 from shared.weights import weights_digest
-
-MakeConfig = Callable[..., Config]
-Story = Callable[[Config, Hub], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture
-def tell(make_config: MakeConfig, make_hub: MakeHub) -> Callable[..., None]:
-    """Runs a story with a config and a hub at which a learner sits."""
-
-    def tell(story: Story, **sections: dict[str, Any]) -> None:
-        config = small_config(make_config, **sections)
-        hub = make_hub(0.1, **{name: values for name, values in config.model_dump().items() if name != "model"})
-
-        async def seated() -> None:
-            await hub.sit_down(LEARNER, IDENTITY)
-            await story(config, hub)
-
-        run(seated())
-
-    return tell
 
 
 class VersionedEngine(FakeEngine):
@@ -168,7 +148,7 @@ def test_a_worker_that_is_drained_hands_in_what_it_holds(
 
 
 def test_a_worker_that_waits_for_the_learner_can_be_drained(
-    make_config: MakeConfig, make_hub: MakeHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_config: Callable[..., Config], make_hub: MakeHub, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
 

@@ -1,7 +1,7 @@
 """What leaves a worker was sampled under the learner's weights: verdicts and refusals. No vLLM, no Ray cluster."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from worker_stories import (
     end,
     largest_error,
     make_worker,
-    small_config,
     start,
     take_groups,
     train_step,
@@ -28,26 +27,7 @@ from shared.hub import Hub
 from shared.records import ClipRange, Group, ProbeReport, Publication, StepPlan
 from shared.run_files import read_evaluations, read_probes, read_syncs
 
-MakeConfig = Callable[..., Config]
-Story = Callable[[Config, Hub], Coroutine[Any, Any, None]]
 TOKEN_S = 0.003
-
-
-@pytest.fixture
-def tell(make_config: MakeConfig, make_hub: MakeHub) -> Callable[..., None]:
-    """Runs a story with a config and a hub at which a learner sits."""
-
-    def tell(story: Story, **sections: dict[str, Any]) -> None:
-        config = small_config(make_config, **sections)
-        hub = make_hub(0.1, **{name: values for name, values in config.model_dump().items() if name != "model"})
-
-        async def seated() -> None:
-            await hub.sit_down(LEARNER, IDENTITY)
-            await story(config, hub)
-
-        run(seated())
-
-    return tell
 
 
 def states(hub: Hub, step: int) -> list[str | None]:
