@@ -164,8 +164,8 @@ def train_step(
 
 
 def calibration_after(plan: StepPlan, result: StepResult, config: Config) -> Calibration:
-    """What the step leaves for the next one's clip range."""
-    measured = measured_mismatch(result.first, plan.step)
+    """What the step leaves for the next one's clip range. Step 0's rollouts were measured by the sampling check."""
+    measured = measured_mismatch(result.first, plan.step) if plan.step else None
     return after_step(plan, config.clip, measured, result.drift_clip_fraction, config.sampling.temperature)
 
 
@@ -262,10 +262,6 @@ class _Trainer:
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
         return self.policy.completion_logprobs(batch, self.temperature, self.config.logprob_chunk_tokens)
-
-
-def _scored(sample: _Sample, logprobs_T: Float32Array) -> ScoredRollout:
-    return ScoredRollout(sample.worker_id, sample.rollout, sample.advantage, logprobs_T)
 
 
 def _split(batch: MicroBatch, logprobs_T: Tensor) -> list[Float32Array]:

@@ -24,7 +24,7 @@ from study_range_report import write_report
 from study_results import Results
 from study_runner import Arm, run_arms
 
-STUDY, VERSION = "range", 1
+STUDY, VERSION = "range", 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

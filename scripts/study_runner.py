@@ -35,9 +35,12 @@ class Arm:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that decides the run, as plain data."""
+        """All that decides the run, as plain data: of the config what its file and the study say.
+
+        A new option, or another default, keeps the runs that were made; raise the study's version if it changes them.
+        """
         return {
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config.model_dump(mode="json", exclude_unset=True),
             "noise": asdict(self.noise) if self.noise else None,
         }
 

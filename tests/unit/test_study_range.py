@@ -82,7 +82,9 @@ def test_each_combination_is_run_with_the_same_seeds() -> None:
         ("bfloat16", "middle", "none", "recompute"),
         ("bfloat16", "wide", "none", "engine"),
         ("bfloat16", "wide", "measured", "engine"),
+        ("bfloat16", "wide", "none", "recompute"),
     ]
+    assert [len(c.seeds) for c in DEMO_CASES] == [1, 1, 1, 1, 1, 2, 2, 2]
 
 
 def test_an_arm_sets_all_that_the_study_varies() -> None:
@@ -102,7 +104,7 @@ def test_an_arm_sets_all_that_the_study_varies() -> None:
 def test_every_run_has_a_file_of_its_own() -> None:
     arms = arms_of(MOE_CASES) + arms_of(DEMO_CASES)
     results = Results("range", 1, Path("nowhere"))
-    assert len({arm.name for arm in arms}) == len(arms) == 49
+    assert len({arm.name for arm in arms}) == len(arms) == 53
     assert len({results.path(arm.name, arm.settings) for arm in arms}) == len(arms)
 
 
@@ -235,12 +237,13 @@ def written(cases: tuple[Case, ...], folder: Path) -> Results:
 def test_a_report_has_each_part_with_its_tables(tmp_path: Path) -> None:
     results = written(MOE_CASES + DEMO_CASES, tmp_path)
     parts = parts_of(MOE_CASES, DEMO_CASES, results)
-    assert [len(part.cells) for part in parts] == [7, 7, 2, 5]
+    assert [len(part.cells) for part in parts] == [7, 7, 2, 6]
     text = document(parts)
     assert text.count("`python scripts/study_range.py`, 2") == 4 * 4
     assert text.count("| paper, calibrated | paper, fixed |") == 2
     assert parts[0].cell("wide", "recompute") is parts[0].cells[-1]
     assert parts[2].cell("wide", "measured") is None
+    assert len(parts[3].cells[-1].runs) == 2
 
 
 def test_a_report_needs_every_run(tmp_path: Path) -> None:

@@ -67,10 +67,11 @@ def test_the_synchronous_loop_trains_what_the_present_weights_sampled(model: Pat
     assert rows[1]["probe_k3"] is not None
 
 
-def test_what_a_step_measures_counts_from_the_next_one(model: Path) -> None:
+def test_what_a_step_measures_counts_from_the_next_one_and_step_0_once(model: Path) -> None:
     config = config_for(model, sync={"max_staleness": 0, "max_mismatch": 1e6, "probe_sequences": 0})
     rows = asyncio.run(all_rows(FakeEngine(), config))
-    assert len({row["mismatch_k3"] for row in rows}) == 3
+    checked, same, later = (row["mismatch_k3"] for row in rows)
+    assert checked == same != later  # step 0's rollouts were measured by the sampling check
     assert [row["probe_k3"] for row in rows] == [None] * 3
 
 
@@ -101,6 +102,15 @@ def test_noise_is_in_the_numbers_that_are_trained_on(model: Path) -> None:
     noisy = asyncio.run(all_rows(FakeEngine(), config, Noise(0.1)))
     assert noisy[0]["reward_mean"] == plain[0]["reward_mean"]
     assert noisy[0]["log_ratio_mean"] != plain[0]["log_ratio_mean"]
+
+
+def test_only_what_is_set_decides_a_run(model: Path) -> None:
+    """Options to come leave the runs that were made where they are."""
+    said = {"model": {"path": str(model)}, "learner": {"steps": 3}}
+    arm = Arm("arm", Config.model_validate(said))
+    assert arm.settings == {"config": said, "noise": None}
+    other = Arm("arm", Config.model_validate(said | {"learner": {"steps": 3, "lr": 1e-6}}))
+    assert other.settings != arm.settings
 
 
 def test_more_staleness_is_refused(model: Path) -> None:
