@@ -32,6 +32,7 @@ from shared.examination import Examination, Memory, Rewards, SampleText, write_e
 from shared.hub_client import LearnerHubClient
 from shared.hub_start import start_hub
 from shared.identity import identity_of
+from shared.kv_cache import kv_cache_bytes
 from shared.records import Calibration, Group, Manifest, ProbeReport, Publication, SamplingReport, SyncReport
 from shared.run_files import read_syncs
 from shared.schema import decode_group
@@ -149,7 +150,7 @@ class Examiner:
                 has_probe=bool(manifest.probe),
                 num_experts=count.num_experts,
                 num_unmet_experts=self.publisher.num_unmet_experts,
-                memory=measure_memory(self.policy, manifest.num_bytes),
+                memory=measure_memory(self.policy, manifest.num_bytes, self.config),
             )
 
     def _note(self, **found: object) -> None:
@@ -213,7 +214,7 @@ def _samples(groups: Sequence[Group], decode: Decode) -> tuple[SampleText, ...]:
     )
 
 
-def measure_memory(policy: Policy, published_bytes: int) -> Memory:
+def measure_memory(policy: Policy, published_bytes: int, config: Config) -> Memory:
     """Of this process and this host, now."""
     ram, shared_memory = psutil.virtual_memory(), Path("/dev/shm")
     used, free = psutil.Process().memory_info().rss, ram.available
@@ -226,6 +227,7 @@ def measure_memory(policy: Policy, published_bytes: int) -> Memory:
         learner_free_bytes=free,
         published_bytes=published_bytes,
         engine_total_bytes=torch.cuda.get_device_properties(0).total_memory if has_gpu else ram.total,
+        engine_kv_bytes=None if has_gpu or config.rollout.memory_share else kv_cache_bytes(config),
         ram_free_bytes=ram.available,
         shared_memory_free_bytes=shutil.disk_usage(shared_memory).free if shared_memory.is_dir() else 0,
         store_bytes=int(ray.cluster_resources().get("object_store_memory", 0)),

@@ -18,7 +18,7 @@ from typing import Any
 
 from rollout.completions import build_completion, sampled_logprobs
 from rollout.coverage import check_coverage, model_tensors
-from rollout.engine_start import engine_args, engine_environment, start_error
+from rollout.engine_start import cpu_kv_bytes, cpu_memory, engine_args, engine_environment, start_error
 from rollout.weight_receiver import HALF_WRITTEN
 from shared.config import Config
 from shared.errors import EngineDied, RolloutRejected, RunFailed, WeightSyncError
@@ -244,7 +244,9 @@ def _start(config: Config, worker_index: int) -> Any:
 
     with engine_environment(config, worker_index):
         try:
-            arguments = engine_args(config, worker_index, current_platform.is_cpu())
+            on_cpu = current_platform.is_cpu()
+            kv_bytes = cpu_kv_bytes(config, cpu_memory()[1]) if on_cpu else None
+            arguments = engine_args(config, worker_index, on_cpu, kv_bytes)
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except Exception as error:
             raise start_error(config, error) from error

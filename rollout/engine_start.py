@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rollout.weight_receiver import BACKEND, ENGINE_VARIABLE
 from shared.config import Config
 from shared.errors import ConfigError
+from shared.kv_cache import kv_cache_bytes
 
 BIND_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -26,18 +27,18 @@ WORKER_BYTES = 1 << 30
 MIN_BATCHED_TOKENS = 2048
 
 
-def engine_args(config: Config, worker_index: int, on_cpu: bool) -> dict[str, Any]:
-    """Arguments of vLLM's `AsyncEngineArgs`.
+def engine_args(config: Config, worker_index: int, on_cpu: bool, kv_bytes: int | None = None) -> dict[str, Any]:
+    """Arguments of vLLM's `AsyncEngineArgs`. `kv_bytes`: of a CPU engine's KV cache, without `rollout.memory_share`.
 
     `gpu_memory_utilization` is, on CPU, the share of the host's RAM that weights and KV cache may take together.
     """
     rollout = config.rollout
-    return {
+    memory = {"gpu_memory_utilization": rollout.memory_share, "kv_cache_memory_bytes": kv_bytes}
+    return {name: value for name, value in memory.items() if value is not None} | {
         "model": config.model.path,
         "dtype": config.model.mode.engine,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
-        "gpu_memory_utilization": rollout.memory_share,
         "seed": (config.run.seed + worker_index) % 2**31,
         "enforce_eager": on_cpu,  # no Triton on CPU
         # vLLM 0.32 on CPU dies when it prefills a seeded request in two parts: it winds the request's generator back
@@ -69,9 +70,25 @@ def thread_environment(
     return {name: value for name, value in chosen.items() if name not in environ}
 
 
-def memory_fault(memory_share: float, total_bytes: int, available_bytes: int, model_bytes: int) -> str | None:
-    """Why a CPU engine with this share of `total_bytes` cannot start, with a share that would do; None if it can."""
-    wanted_bytes, needed_bytes = int(memory_share * total_bytes), model_bytes + WORKER_BYTES
+def cpu_kv_bytes(config: Config, available_bytes: int) -> int | None:
+    """Bytes of a CPU engine's KV cache, None where `rollout.memory_share` decides. ConfigError as `kv_cache_bytes`."""
+    return None if config.rollout.memory_share else min(kv_cache_bytes(config), available_bytes // 2)
+
+
+def memory_fault(memory_share: float | None, total_bytes: int, available_bytes: int, model_bytes: int) -> str | None:
+    """Why a CPU engine with this share of `total_bytes` cannot start, with a share that would do; None if it can.
+
+    `model_bytes`: of the weights, and of the KV cache too where there is no share.
+    """
+    needed_bytes = model_bytes + WORKER_BYTES
+    if memory_share is None:
+        if needed_bytes <= available_bytes:
+            return None
+        return (
+            f"the engine needs {_gib(needed_bytes)} of memory, {_gib(available_bytes)} are free: free some, or lower "
+            f"rollout.max_num_seqs or rollout.max_model_len, which decide the size of its KV cache."
+        )
+    wanted_bytes = int(memory_share * total_bytes)
     if wanted_bytes > available_bytes:
         return (
             f"rollout.memory_share = {memory_share} asks for {_gib(wanted_bytes)} of memory, {_gib(available_bytes)} "
@@ -94,8 +111,7 @@ def start_error(config: Config, error: Exception) -> ConfigError:
     lines = text.strip().splitlines() or [type(error).__name__]
     return ConfigError(
         f"the engine for model.path = {config.model.path} did not start: {lines[0]} "
-        f"Its processes logged the cause above; if it is memory, set rollout.memory_share (now "
-        f"{config.rollout.memory_share})."
+        f"Its processes logged the cause above; if it is memory, set rollout.memory_share."
     )
 
 
@@ -128,15 +144,23 @@ def engine_environment(config: Config, worker_index: int) -> Iterator[None]:
 
 
 def _memory_fault_here(config: Config) -> str | None:
-    """`memory_fault` with the memory vLLM looks at: that of the NUMA node of its first core, within the cgroup."""
+    """`memory_fault` with the memory that vLLM looks at."""
     from vllm.platforms import current_platform
-    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
     if not current_platform.is_cpu():
         return None
-    memory = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    total_bytes, available_bytes = cpu_memory()
     model_bytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    return memory_fault(config.rollout.memory_share, memory.total_memory, memory.available_memory, model_bytes)
+    kv_bytes = cpu_kv_bytes(config, available_bytes) or 0
+    return memory_fault(config.rollout.memory_share, total_bytes, available_bytes, model_bytes + kv_bytes)
+
+
+def cpu_memory() -> tuple[int, int]:
+    """Total and available bytes where vLLM looks: the NUMA node of its first core, within the cgroup."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
+
+    memory = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    return memory.total_memory, memory.available_memory
 
 
 def _gib(num_bytes: int) -> str:

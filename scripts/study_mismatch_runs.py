@@ -102,7 +102,7 @@ def study_config(model: str, precision: str, max_model_len: int, max_num_seqs: i
         {
             "model": {"path": model, "precision": precision},
             "sampling": {"max_tokens": max_model_len - 1},
-            "rollout": {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "memory_share": 0.2},
+            "rollout": {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs},
         }
     )
 

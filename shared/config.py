@@ -118,6 +118,9 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """The inference side. `payload`: send a log-probability per token, or only one log-likelihood per segment.
 
+    `memory_share`: of the GPU's memory, or of the RAM, for the engine's weights and KV cache. None: on GPU vLLM's own
+    default; on CPU a KV cache for `max_num_seqs` sequences of `max_model_len` tokens, at most half of the free RAM.
+
     A worker that is not heard of for `lease_s` seconds is lost, and its groups go to others. A group that takes longer
     than `group_timeout_s` is dropped.
     """
@@ -125,7 +128,7 @@ class RolloutConfig(Section):
     workers: Positive = 1
     max_model_len: Positive = 512
     max_num_seqs: Positive = 64
-    memory_share: Share = 0.15
+    memory_share: Share | None = None
     payload: Literal["token", "sequence"] = "token"
     max_attempts: Positive = 3
     threads: Positive = 1

@@ -236,13 +236,21 @@ def _memory(config: Config, memory: Memory) -> Iterator[Finding]:
         f"{memory.num_parameters / 1e6:.1f} M parameters, plus activations; {size(memory.learner_free_bytes)} free"
     )
     fits = more <= memory.learner_free_bytes
-    remedy = f"another {size(more)} are needed: free memory, or lower rollout.memory_share or rollout.workers"
+    remedy = f"another {size(more)} are needed: free memory, or lower rollout.max_num_seqs or rollout.workers"
     yield Finding("learner memory", value, "ok" if fits else "warning", "" if fits else remedy)
-    engine = config.rollout.memory_share * memory.engine_total_bytes
-    share = f"{size(engine)} a worker (rollout.memory_share = {config.rollout.memory_share:g})"
-    value = f"{share}, of which the model {size(memory.published_bytes)}; {size(memory.ram_free_bytes)} RAM free"
-    yield Finding("engine memory", value)
+    yield Finding("engine memory", f"{_engine(config, memory)}; {size(memory.ram_free_bytes)} RAM free")
     yield _shared_memory(memory)
+
+
+def _engine(config: Config, memory: Memory) -> str:
+    rollout, total, model = config.rollout, memory.engine_total_bytes, size(memory.published_bytes)
+    if rollout.memory_share is not None:
+        share = f"{size(rollout.memory_share * total)} a worker (rollout.memory_share = {rollout.memory_share:g})"
+        return f"{share}, of which the model {model}"
+    if memory.engine_kv_bytes is None:
+        return f"vLLM's own share of {size(total)}, of which the model {model}"
+    room = f"{rollout.max_num_seqs} sequences of {rollout.max_model_len} tokens"
+    return f"model {model}, KV cache {size(memory.engine_kv_bytes)} a worker ({room})"
 
 
 def _shared_memory(memory: Memory) -> Finding:

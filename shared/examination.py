@@ -48,7 +48,8 @@ class Memory:
     """Bytes on this host, while engine and learner are up and weights are published, before the first gradient.
 
     `learner_bytes` is resident for the learner, `learner_free_bytes` is free where it trains (RAM, or its GPU), and
-    `engine_total_bytes` is what rollout.memory_share is a share of. `store_bytes`: size of Ray's object store.
+    `engine_total_bytes` is what rollout.memory_share is a share of; `engine_kv_bytes` what the KV cache takes without
+    it, None on a GPU. `store_bytes`: size of Ray's object store.
     """
 
     num_parameters: int
@@ -56,6 +57,7 @@ class Memory:
     learner_free_bytes: int
     published_bytes: int
     engine_total_bytes: int
+    engine_kv_bytes: int | None
     ram_free_bytes: int
     shared_memory_free_bytes: int
     store_bytes: int

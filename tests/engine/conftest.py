@@ -47,7 +47,7 @@ class ServedVllm:
         self._version = self._num_requests = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        config = {"model": {"path": str(path), "precision": dtype}, "rollout": {"memory_share": 0.12, **rollout}}
+        config = {"model": {"path": str(path), "precision": dtype}, "rollout": rollout}
         self.engine = self.run(VllmEngine.create(Config.model_validate(config)))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -19,7 +19,7 @@ from rollout.engine import VllmEngine
 from shared.config import Config
 
 async def main():
-    model, rollout = {"path": sys.argv[1], "precision": "float32"}, {"max_model_len": 128, "memory_share": 0.1}
+    model, rollout = {"path": sys.argv[1], "precision": "float32"}, {"max_model_len": 128}
     engine = await VllmEngine.create(Config.model_validate({"model": model, "rollout": rollout}))
     print("ready", flush=True)
     await asyncio.sleep(300)

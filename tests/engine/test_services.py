@@ -50,7 +50,7 @@ def test_every_part_is_killed_twice_and_nothing_is_lost(site: Site) -> None:
         site,
         "fire",
         reward={"function": "rollout.rewards:exact_match"},
-        rollout={"workers": 2, "max_num_seqs": 64, "memory_share": 0.05, "lease_s": 10.0},
+        rollout={"workers": 2, "max_num_seqs": 64, "lease_s": 10.0},
         sampling={"group_size": 8, "max_tokens": 6},
         learner={"steps": NEVER, "prompts_per_step": 16, "minibatches": 2, "checkpoint_steps": 5, "lr": 1e-4},
         sync={"max_staleness": 1},

@@ -25,7 +25,7 @@ from shared.records import Mismatch, ProbeReport, SamplingReport, SyncReport
 GIB = 1 << 30
 SAMPLES = (SampleText("3+4=", "7<eos>", 1.0), SampleText("9" * 150 + "=", "1" * 150, 0.0))
 REWARDS = Rewards(8, 5, 0, 64, 0, 10, 0.25, 0.0, 1.0, SAMPLES)
-MEMORY = Memory(135_000_000, GIB, 8 * GIB, 269_000_000, 24 * GIB, 8 * GIB, 4 * GIB, GIB)
+MEMORY = Memory(135_000_000, GIB, 8 * GIB, 269_000_000, 24 * GIB, GIB // 4, 8 * GIB, 4 * GIB, GIB)
 
 
 def sampled(**changes: Any) -> SamplingReport:
@@ -51,6 +51,16 @@ def verdicts(config: Config, found: Examination | None, failure: str = "") -> di
     findings = [finding for finding in judge(config, found, failure) if finding.verdict != "ok"]
     assert all(finding.remedy for finding in findings)
     return {finding.name: finding.verdict for finding in findings}
+
+
+def test_engine_memory_is_told_whatever_decides_it(make_config: Callable[..., Config]) -> None:
+    def told(memory: Memory, **rollout: Any) -> str:
+        findings = judge(make_config(rollout=rollout), examination(memory=memory))
+        return next(finding.value for finding in findings if finding.name == "engine memory")
+
+    assert "KV cache 268 MB a worker (5 sequences of 512 tokens)" in told(MEMORY, max_num_seqs=5)
+    assert "2.58 GB a worker (rollout.memory_share = 0.1)" in told(MEMORY, memory_share=0.1)
+    assert "vLLM's own share of 25.77 GB" in told(replace(MEMORY, engine_kv_bytes=None))
 
 
 def test_a_healthy_run_has_neither_fault_nor_warning(make_config: Callable[..., Config]) -> None:

@@ -1,6 +1,8 @@
 """What a vLLM engine is started with: every option has its effect, the user's environment is left alone."""
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +10,17 @@ from pydantic import ValidationError
 
 from rollout import engine_start
 from rollout.engine import sampling_params, scoring_params
-from rollout.engine_start import engine_args, engine_environment, memory_fault, start_error, thread_environment
+from rollout.engine_start import (
+    cpu_kv_bytes,
+    engine_args,
+    engine_environment,
+    memory_fault,
+    start_error,
+    thread_environment,
+)
 from shared.config import Config, SamplingConfig
 from shared.errors import ConfigError
+from shared.kv_cache import kv_cache_bytes
 from shared.protocols import GenerateRequest
 
 
@@ -102,6 +112,30 @@ def test_memory_share_is_checked_in_both_directions() -> None:
     assert too_little is not None
     assert "rollout.memory_share = 0.1" in too_little
     assert "at least 0.38" in too_little
+
+
+def test_without_a_share_the_kv_cache_has_room_for_all_sequences(tmp_path: Path) -> None:
+    """Two layers of two key-value heads of 16, float32: 512 bytes a token; 100 tokens take a block of 128."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = {"path": str(tmp_path), "precision": "float32"}
+    rollout = {"max_model_len": 100, "max_num_seqs": 3}
+    here = Config.model_validate({"model": model, "rollout": rollout, "sampling": {"max_tokens": 9}})
+    assert kv_cache_bytes(here) == 3 * 128 * 512
+    assert cpu_kv_bytes(here, available_bytes=GIB) == 3 * 128 * 512
+    assert cpu_kv_bytes(here, available_bytes=1000) == 500
+    assert cpu_kv_bytes(config(memory_share=0.5), available_bytes=1000) is None
+    assert engine_args(here, 0, True, kv_bytes=7)["kv_cache_memory_bytes"] == 7
+    assert not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args(here, 0, False).keys()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="num_attention_heads.*rollout.memory_share"):
+        kv_cache_bytes(here)
+
+
+def test_without_a_share_what_is_needed_must_be_free() -> None:
+    assert memory_fault(None, 16 * GIB, 3 * GIB, 2 * GIB) is None
+    fault = memory_fault(None, 16 * GIB, 2 * GIB, 2 * GIB)
+    assert fault is not None and "3.0 GiB of memory, 2.0 GiB are free" in fault and "rollout.max_num_seqs" in fault
 
 
 def test_a_failed_start_is_one_short_error(monkeypatch: pytest.MonkeyPatch) -> None:
