@@ -27,9 +27,9 @@ STUDY, VERSION = "mismatch", 1
 TEMPERATURES = (1.0, 0.6)
 SAMPLED = (
     (TINY_MOE, "float32", (20, 12)),
-    (SMOLLM2, "float32", (12, 8)),
+    (SMOLLM2, "float32", (20, 12)),
     (SMOLLM2, "bfloat16", (84, 50)),
-    (SMOLLM2, "float16", (8, 4)),
+    (SMOLLM2, "float16", (20, 12)),
 )
 SCORED_BY = {
     "float32": ("float32",),
