@@ -109,7 +109,7 @@ def section(part: Part) -> str:
 
 
 def document(parts: Sequence[Part]) -> str:
-    settings = f"{MOE_STEPS} steps and {len(MOE_SEEDS)} seeds (tiny MoE), {DEMO_STEPS} steps and one seed (SmolLM2)"
+    settings = f"{MOE_STEPS} steps and {len(MOE_SEEDS)} seeds (tiny MoE), {DEMO_STEPS} steps and one or two (SmolLM2)"
     head = HEAD.format(settings=settings)
     return "\n\n".join([head, READING, TABLES, *(section(part) for part in parts), LIMITS]) + "\n"
 

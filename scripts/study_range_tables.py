@@ -92,6 +92,11 @@ class Comparison:
         """The differences of runs of the same seed, which are asked the same prompts."""
         return tuple(a - b for a, b in zip(self.first.values, self.second.values, strict=False))
 
+    @property
+    def difference(self) -> float:
+        """Their mean: seeds that only one of the two has say nothing about the other."""
+        return sum(self.by_seed) / len(self.by_seed)
+
 
 def compare(one: Cell, other: Cell, last: int = LAST) -> Comparison:
     """ValueError when either has no reward at all."""
@@ -174,7 +179,7 @@ def comparison_table(comparisons: Iterable[Comparison]) -> str:
         (
             c.one,
             c.other,
-            f"{c.first.mean - c.second.mean:+.3f}",
+            f"{c.difference:+.3f}",
             ", ".join(f"{difference:+.3f}" for difference in c.by_seed),
             c.verdict,
         )

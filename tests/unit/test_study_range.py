@@ -220,7 +220,7 @@ def test_differences_are_between_runs_of_one_seed() -> None:
     comparison = compare(cell("one", [0.4], [0.7], [0.6]), cell("other", [0.5], [0.6]))
     assert comparison.by_seed == pytest.approx((-0.1, 0.1))
     line = cells_of(comparison_table([comparison]).splitlines()[2])
-    assert line == ["one", "other", "+0.017", "-0.100, +0.100", "overlap"]
+    assert line == ["one", "other", "+0.000", "-0.100, +0.100", "overlap"]
 
 
 def test_a_table_is_markdown() -> None:
