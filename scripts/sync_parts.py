@@ -1,7 +1,6 @@
 """The measured parts of bench_sync.py. Imports Ray, so it is imported once the cluster is up.
 
-Fetching is timed in a process of its own, as a rollout worker's is: the process that put an object waits two seconds
-longer for it than any other, when it awaits it.
+Fetching is timed in a process of its own, as a rollout worker's is.
 """
 
 import asyncio

@@ -103,6 +103,7 @@ def test_sigterm_and_hangup_interrupt_unless_ignored() -> None:
 HANGS_UP = """
 import os, signal, time
 from shared.launch import interrupt_at_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 interrupt_at_signals()
 try:
     os.kill(os.getpid(), signal.SIGHUP)
